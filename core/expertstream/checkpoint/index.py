@@ -1,0 +1,85 @@
+"""What a checkpoint holds and where: the index that planner, filler and engine share.
+
+It owns names, types and byte ranges; it never holds a tensor's bytes. Readers of file formats make it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from attrs import field, frozen, validators
+from numpy.typing import NDArray
+
+
+@frozen
+class TensorInfo:
+    """A tensor that stays resident: `nbytes` at `offset` of file number `file` of the checkpoint.
+
+    `shape` is in numpy order, slowest first, in elements; `type_name` is the format's own name ("Q4_K").
+    """
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    file: int
+    offset: int
+    nbytes: int
+
+
+@frozen(eq=False)
+class ExpertPart:
+    """One projection of every routed expert of one layer.
+
+    `name` is "gate", "up", "down" or "gate_up". `shape` is one expert's, in numpy order (rows, columns).
+    `files` (int32) and `offsets` (int64, bytes from the file's start) have one entry an expert.
+    """
+
+    name: str
+    type_name: str
+    shape: tuple[int, ...]
+    expert_bytes: int = field(validator=validators.gt(0))
+    files: NDArray[np.int32] = field(repr=False)
+    offsets: NDArray[np.int64] = field(repr=False)
+
+
+@frozen(eq=False)
+class ExpertLayer:
+    """The routed experts of block `layer` of the model: parts in the order gate, up, down or gate_up, down."""
+
+    layer: int
+    expert_count: int
+    parts: tuple[ExpertPart, ...]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert of this layer in the file, without padding."""
+        return sum(part.expert_bytes for part in self.parts)
+
+
+@frozen(eq=False)
+class Checkpoint:
+    """The index of a model's files. Immutable, holds no file open, safe from any thread.
+
+    `metadata` is the format's own (str to int, float, bool, str or a sequence of them). `tensors` are the resident ones
+    by name; `layers` those that have routed experts, ascending. `identity` names the exact model: equal for
+    equal headers (of every shard), however the checkpoint was opened.
+    """
+
+    files: tuple[Path, ...]
+    metadata: Mapping[str, object] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
+    layers: tuple[ExpertLayer, ...] = field(repr=False)
+    experts_per_token: int
+    identity: str
+
+    @property
+    def routed_bytes(self) -> int:
+        """Bytes of all routed experts in the files, without padding."""
+        return sum(layer.expert_bytes * layer.expert_count for layer in self.layers)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all other tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())

@@ -1,0 +1,180 @@
+"""The objects that pass between the core and a backend.
+
+The core owns policy: which expert sits in which slot, and when a slot may be refilled. The backend
+owns memory: where the bytes lie and when a kernel sees them. A slot goes round one way only:
+
+    empty -> stage() -> host fills view -> commit_slot() -> readable -> empty
+                 \\-> discard() -> empty
+
+Source of the cycle: ds4's expert cache (fill off to the side, publish once, never evict what a
+command in flight still reads).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from attrs import Attribute, field, frozen, validators
+
+IO_ALIGNMENT_BYTES = 4096
+"""What direct reads are rounded outwards to: the largest logical block of drives in use (4Kn), and a page."""
+
+
+@frozen(order=True)
+class ExpertKey:
+    """One routed expert of one layer; both count from 0 as in the checkpoint."""
+
+    layer: int = field(validator=validators.ge(0))
+    expert: int = field(validator=validators.ge(0))
+
+
+def _aligned(instance: object, attribute: Attribute[int], value: int) -> None:
+    if value % IO_ALIGNMENT_BYTES:
+        raise ValueError(f"{attribute.name} is {value}, not a multiple of {IO_ALIGNMENT_BYTES}")
+
+
+@frozen
+class SlotPart:
+    """The room of one projection inside a slot, in bytes.
+
+    The projection's own bytes begin inside the room at their file offset modulo IO_ALIGNMENT_BYTES,
+    so that a direct read, rounded outwards, lands in place; what lies around them is undefined.
+    """
+
+    name: str = field(validator=validators.min_len(1))
+    offset: int = field(validator=[validators.ge(0), _aligned])
+    room_bytes: int = field(validator=[validators.gt(0), _aligned])
+
+
+def _contiguous(instance: object, attribute: Attribute[tuple[SlotPart, ...]], parts: tuple[SlotPart, ...]) -> None:
+    end = 0
+    for part in parts:
+        if part.offset != end:
+            raise ValueError(f"part {part.name!r} begins at {part.offset}; the part before it ends at {end}")
+        end += part.room_bytes
+
+
+@frozen
+class SlotLayout:
+    """Size, alignment and parts, in bytes, of every slot of a store."""
+
+    parts: tuple[SlotPart, ...] = field(validator=[validators.min_len(1), _contiguous])
+    alignment: int = field(default=IO_ALIGNMENT_BYTES, validator=[validators.gt(0), _aligned])
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: the sum of its parts' rooms, a multiple of IO_ALIGNMENT_BYTES."""
+        last = self.parts[-1]
+        return last.offset + last.room_bytes
+
+
+@frozen
+class SlotBudget:
+    """How many slots a backend grants, with the sentence that says why."""
+
+    slots: int = field(validator=validators.ge(0))
+    reason: str = field(validator=validators.min_len(1))
+
+
+@frozen
+class DeviceDescription:
+    """A device's name and its memory in bytes, for people; None where nobody knows."""
+
+    name: str
+    memory_bytes: int | None = None
+    free_bytes: int | None = None
+
+
+@frozen(eq=False)
+class Staging:
+    """A lease on `slot_bytes` of writable, `alignment`-aligned host memory for one slot.
+
+    It ends exactly once, by `commit_slot` or by `SlotStore.discard`; `view` must not be touched
+    afterwards, because it may already be another slot's.
+    """
+
+    slot: int
+    view: memoryview
+
+
+@runtime_checkable
+class Commit(Protocol):
+    """A commit under way. Every method may be called from any thread."""
+
+    def done(self) -> bool:
+        """True once kernels see the bytes. Raises CommitFailed if they never will."""
+        ...
+
+    def wait(self) -> None:
+        """Block the calling host thread until `done`. Raises CommitFailed."""
+        ...
+
+    def order_before(self, stream: int) -> None:
+        """Make work launched on `stream` from now on see the bytes; never blocks the host."""
+        ...
+
+
+class _Ready:
+    """The commit of memory that kernels read directly: over before it began."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    def order_before(self, stream: int) -> None:
+        return None
+
+    def __repr__(self) -> str:
+        return "READY"
+
+
+READY: Commit = _Ready()
+
+
+@runtime_checkable
+class SlotStore(Protocol):
+    """`slot_count` equal slots in memory that kernels read.
+
+    Threads: `stage`, `discard` and `mark_read` may run at once for different slots, and the core never
+    runs two of them at once for the same slot. `close` runs once, last, when no staging is leased.
+    """
+
+    @property
+    def slot_count(self) -> int:
+        """How many slots there are; they are numbered from 0."""
+        ...
+
+    @property
+    def layout(self) -> SlotLayout:
+        """The layout that the store was made for."""
+        ...
+
+    def stage(self, slot: int) -> Staging:
+        """Lease host bytes for `slot`; blocks while every staging buffer is in use.
+
+        Where staging *is* the slot, it also blocks until the reads announced by `mark_read` are over.
+        Raises StoreClosed, IndexError.
+        """
+        ...
+
+    def discard(self, staging: Staging) -> None:
+        """End a lease without publishing: a read from disk failed. The slot is then empty."""
+        ...
+
+    def mark_read(self, slot: int, stream: int) -> None:
+        """Work launched so far on `stream` reads `slot`: new bytes must not land before it ends."""
+        ...
+
+    def device_view(self, slot: int) -> object:
+        """What kernels are given: shape (slot_bytes,), uint8, with DLPack. Dies with the store."""
+        ...
+
+    def read_back(self, slot: int) -> bytes:
+        """Copy a readable slot to the host the way a kernel would read it. Slow; for checks."""
+        ...
+
+    def close(self) -> None:
+        """Wait for commits under way, then free everything. A second call does nothing."""
+        ...
