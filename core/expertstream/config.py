@@ -1,0 +1,256 @@
+"""What a user can set, and where a value came from when it is wrong.
+
+Three places, the later one wins: a TOML file, EXPERTSTREAM_* variables, the options of a command line. A value
+is checked in every place where it is given, also where a later one replaces it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import attrs
+from attrs import field, frozen, validators
+from cattrs import Converter
+
+from expertstream.errors import ConfigError
+from expertstream.units import MemoryRequest
+
+IoMode = Literal["auto", "direct", "buffered"]
+
+ENVIRONMENT_PREFIX = "EXPERTSTREAM_"
+
+
+@frozen(kw_only=True)
+class StreamSettings:
+    """What the core can be told. An engine adds its own by subclassing.
+
+    `expert_memory` None leaves the amount to the planner. Hotness scores halve every `half_life_tokens` tokens.
+    """
+
+    backend: str = field(validator=validators.min_len(1))
+    expert_memory: MemoryRequest | None = None
+    policy: str = field(default="hotness", validator=validators.min_len(1))
+    io_mode: IoMode = field(default="auto", validator=validators.in_(get_args(IoMode)))
+    filler_threads: int = field(default=8, validator=[validators.ge(1), validators.le(64)])
+    half_life_tokens: int = field(default=16, validator=validators.ge(1))
+    read_timeout_s: int = field(default=120, validator=validators.ge(1))
+
+
+Settings = TypeVar("Settings", bound=attrs.AttrsInstance)
+
+
+def load_settings(
+    cls: type[Settings], *, file: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object]
+) -> Settings:
+    """An instance of the attrs class `cls` from its defaults, `file`, `environ` and `overrides`, the later one winning.
+
+    An override that is None was not given. Field types: str, int, float, bool, Path, Enum, Literal, MemoryRequest,
+    tuple[X, ...] of these (in a variable: separated by commas), and X | None. Field validators must not look at
+    other fields. Raises one ConfigError that lists everything wrong, each with the place where it was written.
+    """
+    attrs.resolve_types(cls)
+    fields = {attribute.name: attribute for attribute in attrs.fields(cls)}
+    given = [*_from_file(file), *_from_environment(environ, fields), *_from_overrides(overrides)]
+    problems: list[str] = []
+    values: dict[str, object] = {}
+    for name, source, value, converter in given:
+        if name not in fields:
+            problems.append(f"{source} is not known; {_nearest(name, fields)}")
+            continue
+        try:
+            values[name] = converter.structure(value, fields[name].type)
+            _validate(fields[name], values[name])
+        except (ValueError, ConfigError) as error:
+            problems.append(f"{source}: {error}")
+    for name, attribute in fields.items():
+        if attribute.default is attrs.NOTHING and name not in {name for name, *_ in given}:
+            problems.append(f"{name} is not set; {_where_to_set(name, file)}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise ConfigError(f"the settings do not go together: {error}") from error
+
+
+_Given = tuple[str, str, object, Converter]
+"""The field's name, where the value was written, the value, and what converts it."""
+
+
+def _from_file(file: Path | None) -> Iterator[_Given]:
+    if file is None:
+        return
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"configuration file {file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration file {file} is not UTF-8: {error.reason} at byte {error.start}") from error
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:  # TOMLDecodeError, or what int() says of too many digits
+        raise ConfigError(f"configuration file {file} is not TOML: {error}") from error
+    for key, value in table.items():
+        yield key, f"{key!r} in {file}{_line_of(key, text)}", value, _typed
+
+
+def _line_of(key: str, text: str) -> str:
+    """Where a key of the top level stands, as far as a look at the text's lines can tell."""
+    begins_with_key = re.compile(rf"\s*[\[\"']*{re.escape(key)}[\"']?\s*[\].=]")
+    found = next((number for number, line in enumerate(text.splitlines(), 1) if begins_with_key.match(line)), None)
+    return f", line {found}" if found else ""
+
+
+def _from_environment(environ: Mapping[str, str], fields: Mapping[str, object]) -> Iterator[_Given]:
+    variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in fields}
+    for variable, text in environ.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            yield variables.get(variable, variable), f"variable {variable}", text, _text
+
+
+def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Given]:
+    for name, value in overrides.items():
+        if value is not None:
+            yield name, f"option --{name.replace('_', '-')}", value, _typed
+
+
+def _validate(attribute: attrs.Attribute[Any], value: object) -> None:
+    if attribute.validator is not None:
+        attribute.validator(None, attribute, value)
+
+
+def _nearest(name: str, fields: Mapping[str, object]) -> str:
+    close = get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("-", "_"), fields, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
+
+
+def _where_to_set(name: str, file: Path | None) -> str:
+    places = [f"the option --{name.replace('_', '-')}", f"the variable {ENVIRONMENT_PREFIX}{name.upper()}"]
+    return "give it as " + " or ".join(places) + (f" or as {name!r} in {file}" if file else "")
+
+
+def _refusal(value: object, wanted: str) -> ValueError:
+    return ValueError(f"{value!r} is not {wanted}")
+
+
+def _exactly(wanted_type: type, wanted: str) -> Any:
+    def structure(value: object, _: object) -> object:
+        if type(value) is not wanted_type:
+            raise _refusal(value, wanted)
+        return value
+
+    return structure
+
+
+def _number(value: object, _: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if math.isfinite(number := float(value)):
+                return number
+    raise _refusal(value, "a finite number")
+
+
+def _path(value: object, _: object) -> Path:
+    if not isinstance(value, str | Path) or value == "":
+        raise _refusal(value, "a path")
+    return Path(value)
+
+
+def _memory_request(value: object, _: object) -> MemoryRequest:
+    if isinstance(value, MemoryRequest):
+        return value
+    if type(value) is int and value >= 0:
+        return MemoryRequest(size_bytes=value)
+    if not isinstance(value, str):
+        raise _refusal(value, 'an amount of memory, such as 8589934592, "8GiB", "25%" or "all"')
+    return MemoryRequest.parse(value)
+
+
+def _literal(value: object, wanted: Any) -> object:
+    choices = get_args(wanted)
+    if value not in choices:
+        raise _refusal(value, f"one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def _enumeration(value: object, wanted: Any) -> object:
+    try:
+        return wanted(value)
+    except ValueError:
+        raise _refusal(value, f"one of {', '.join(repr(member.value) for member in wanted)}") from None
+
+
+def _integer_text(value: str, _: object) -> int:
+    if re.fullmatch(r"[+-]?[0-9]{1,100}", value):
+        return int(value)
+    raise _refusal(value, "a whole number")
+
+
+def _number_text(value: str, _: object) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        raise _refusal(value, "a number") from None
+    return _number(number, None)
+
+
+def _boolean_text(value: str, _: object) -> bool:
+    if value not in ("true", "false"):
+        raise _refusal(value, "true or false")
+    return value == "true"
+
+
+def _converter(items: Callable[[Any], Sequence[object]]) -> Converter:
+    """A converter that looks at a value strictly; `items` splits what is given for a tuple."""
+
+    def structure_tuple(value: object, wanted: Any) -> tuple[object, ...]:
+        member = get_args(wanted)[0]
+        return tuple(converter.structure(item, member) for item in items(value))
+
+    converter = Converter(detailed_validation=False)
+    converter.register_structure_hook(str, _exactly(str, "a text"))
+    converter.register_structure_hook(Path, _path)
+    converter.register_structure_hook(MemoryRequest, _memory_request)
+    converter.register_structure_hook_func(_is_of_kind(Literal), _literal)
+    converter.register_structure_hook_func(_is_of_kind(tuple), structure_tuple)
+    converter.register_structure_hook_func(_is_enumeration, _enumeration)
+    return converter
+
+
+def _is_of_kind(kind: object) -> Callable[[Any], bool]:
+    return lambda wanted: get_origin(wanted) is kind
+
+
+def _is_enumeration(wanted: Any) -> bool:
+    return isinstance(wanted, type) and issubclass(wanted, Enum)
+
+
+def _items(value: object) -> Sequence[object]:
+    if not isinstance(value, list | tuple):
+        raise _refusal(value, "a list")
+    return value
+
+
+def _items_text(value: str) -> list[str]:
+    return [item.strip() for item in value.split(",")] if value.strip() else []
+
+
+_typed = _converter(_items)
+"""Converts values that have a type already: TOML's and a command line's."""
+_typed.register_structure_hook(int, _exactly(int, "a whole number"))
+_typed.register_structure_hook(float, _number)
+_typed.register_structure_hook(bool, _exactly(bool, "true or false"))
+
+_text = _converter(_items_text)
+"""Converts the text of a variable."""
+_text.register_structure_hook(int, _integer_text)
+_text.register_structure_hook(float, _number_text)
+_text.register_structure_hook(bool, _boolean_text)

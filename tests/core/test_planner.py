@@ -1,0 +1,476 @@
+"""A plan keeps what was asked for to the byte, or the refusal says the sum and what would do."""
+
+import json
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expertstream.checkpoint.index import Checkpoint, ExpertLayer, ExpertPart
+from expertstream.errors import BackendContractError, BudgetTooSmall, DoesNotFit
+from expertstream.machine import AvailableMemory
+from expertstream.planner import Demand, Plan, make_plan
+from expertstream.size_classes import size_classes
+from expertstream.slots import SlotBudget
+from expertstream.units import MemoryRequest
+
+GIB = 1 << 30
+NOTHING = Demand(resident_bytes=0, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
+DEMAND = Demand(resident_bytes=1_000_001, kv_cache_bytes=200_002, workspace_bytes=30_003, context_tokens=512)
+
+LayerShape = tuple[int, int, int]
+"""Bytes of one expert's gate and down parts, and the number of experts."""
+
+
+def checkpoint_of(shapes: list[LayerShape], experts_per_token: int = 2) -> Checkpoint:
+    """Layers one after the other; all parts begin at multiples of 4096, so a room is its part rounded up."""
+    layers = []
+    offset = 0
+    for number, (gate_bytes, down_bytes, expert_count) in enumerate(shapes):
+        parts = []
+        for name, expert_bytes in (("gate", gate_bytes), ("down", down_bytes)):
+            stride = rounded_up(expert_bytes)
+            offsets = offset + stride * np.arange(expert_count, dtype=np.int64)
+            offset += stride * expert_count
+            files = np.zeros(expert_count, dtype=np.int32)
+            parts.append(ExpertPart(name, "F32", (expert_bytes // 4, 1), expert_bytes, files, offsets))
+        layers.append(ExpertLayer(number, expert_count, tuple(parts)))
+    return Checkpoint((Path("model"),), {}, {}, tuple(layers), experts_per_token, "made up")
+
+
+def rounded_up(byte_count: int) -> int:
+    return (byte_count + 4095) // 4096 * 4096
+
+
+def available(byte_count: int) -> AvailableMemory:
+    return AvailableMemory(byte_count, f"the test says {byte_count} bytes", byte_count)
+
+
+class Backend:
+    """Grants what `grant(expert_bytes, resident_bytes, asked)` says, by default everything."""
+
+    def __init__(
+        self, *, one_pool: bool = True, grant: Callable[[int, int, int], int] = lambda *asked: asked[2]
+    ) -> None:
+        self.one_pool = one_pool
+        self.grant = grant
+        self.calls: list[tuple[int, int, int]] = []
+
+    def host_memory_is_device_addressable(self) -> bool:
+        return self.one_pool
+
+    def budget_for_expert_size(self, expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
+        assert asked is not None
+        self.calls.append((expert_bytes, resident_bytes, asked))
+        return SlotBudget(self.grant(expert_bytes, resident_bytes, asked), "the test's backend says so")
+
+
+def plan_for(
+    checkpoint: Checkpoint,
+    request: str | None,
+    *,
+    demand: Demand = NOTHING,
+    backend: Backend | None = None,
+    available_bytes: int = 1 << 60,
+) -> Plan:
+    parsed = None if request is None else MemoryRequest.parse(request)
+    return make_plan(checkpoint, demand, parsed, backend or Backend(), available(available_bytes))
+
+
+def slot_counts(plan: Plan) -> list[int]:
+    return [planned.slot_count for planned in plan.classes]
+
+
+# Layers 0 to 2 are smaller than layer 3, as published files mix them. A slot is its parts, each rounded up to 4096.
+MIXED = checkpoint_of([(33792, 21504, 8)] * 3 + [(73728, 36864, 8)])
+SMALL_SLOT, LARGE_SLOT = 61440, 110592
+SMALLEST = 2 * SMALL_SLOT + 2 * LARGE_SLOT
+
+
+def test_mixed_layers_are_planned_with_their_true_bytes() -> None:
+    plan = plan_for(MIXED, "all")
+    assert plan.routed_bytes == 2_211_840
+    assert [(planned.slot_bytes, planned.slot_count) for planned in plan.classes] == [(SMALL_SLOT, 24), (LARGE_SLOT, 8)]
+    assert plan.expert_memory_bytes == 24 * SMALL_SLOT + 8 * LARGE_SLOT < 32 * LARGE_SLOT
+
+
+def test_all_gives_every_expert_a_slot_though_padding_makes_it_more_than_the_routed_bytes() -> None:
+    for request in ("all", "100%"):
+        plan = plan_for(MIXED, request)
+        assert slot_counts(plan) == [24, 8]
+        assert plan.expert_memory_bytes > plan.routed_bytes
+
+
+@pytest.mark.parametrize("slots_of_a_layer", [0, 1])
+def test_less_than_one_step_needs_is_refused_with_the_smallest_budget(slots_of_a_layer: int) -> None:
+    uniform = checkpoint_of([(4096, 4096, 8)] * 4)
+    with pytest.raises(BudgetTooSmall, match="Ask for 16384 bytes or more") as refusal:
+        plan_for(uniform, str(slots_of_a_layer * 8192))
+    assert refusal.value.smallest_bytes == 16384
+    assert f"is {slots_of_a_layer * 8192} bytes" in str(refusal.value)
+    assert "2 slots of 8192 bytes for layers 0-3" in str(refusal.value)
+
+
+def test_exactly_the_smallest_budget_is_accepted_and_a_byte_less_is_not() -> None:
+    plan = plan_for(MIXED, str(SMALLEST))
+    assert slot_counts(plan) == [2, 2]
+    assert plan.expert_memory_bytes == plan.smallest_bytes == SMALLEST
+    with pytest.raises(BudgetTooSmall) as refusal:
+        plan_for(MIXED, str(SMALLEST - 1))
+    assert refusal.value.smallest_bytes == SMALLEST
+    assert f"2 slots of {SMALL_SLOT} bytes for layers 0-2, 2 slots of {LARGE_SLOT} bytes for layer 3" in str(
+        refusal.value
+    )
+
+
+def test_a_percentage_too_small_is_refused_in_bytes_too() -> None:
+    with pytest.raises(BudgetTooSmall, match=r"expert memory of 1% is 22118 bytes"):
+        plan_for(MIXED, "1%")
+
+
+def test_a_layer_with_fewer_experts_than_top_k_needs_only_those() -> None:
+    plan = plan_for(checkpoint_of([(4096, 4096, 3)], experts_per_token=10), str(3 * 8192))
+    assert slot_counts(plan) == [3]
+
+
+def test_the_budget_is_spent_evenly_and_the_rest_where_a_slot_still_fits() -> None:
+    """Half of both classes would be 12 and 4; what is left pays for one more small slot and no large one."""
+    budget = 12 * SMALL_SLOT + 4 * LARGE_SLOT + LARGE_SLOT - 1
+    plan = plan_for(MIXED, str(budget))
+    assert slot_counts(plan) == [13, 4]
+
+
+def test_a_budget_beyond_every_expert_leaves_the_rest_alone() -> None:
+    plan = plan_for(MIXED, "1TB", available_bytes=24 * SMALL_SLOT + 8 * LARGE_SLOT)
+    assert slot_counts(plan) == [24, 8]
+
+
+def test_one_pool_accepts_the_exact_sum_and_refuses_one_byte_more() -> None:
+    total = DEMAND.total_bytes + SMALLEST
+    assert plan_for(MIXED, str(SMALLEST), demand=DEMAND, available_bytes=total).total_bytes == total
+    with pytest.raises(DoesNotFit):
+        plan_for(MIXED, str(SMALLEST), demand=DEMAND, available_bytes=total - 1)
+
+
+def test_the_refusal_shows_every_addend_the_available_bytes_with_their_reason_and_what_would_fit() -> None:
+    room = DEMAND.total_bytes + SMALLEST + 5
+    with pytest.raises(DoesNotFit) as refusal:
+        plan_for(MIXED, "all", demand=DEMAND, available_bytes=room)
+    total = DEMAND.total_bytes + 24 * SMALL_SLOT + 8 * LARGE_SLOT
+    lines = str(refusal.value).splitlines()
+    assert [line.split("(")[-1] for line in lines[1:7]] == [
+        "1000001 bytes)",
+        "200002 bytes)",
+        "30003 bytes)",
+        f"{24 * SMALL_SLOT} bytes)",
+        f"{8 * LARGE_SLOT} bytes)",
+        f"{total} bytes)",
+    ]
+    assert [line.split(":")[0].strip() for line in lines[1:7]] == [
+        "resident weights",
+        "KV cache of 512 tokens",
+        "workspace",
+        f"24 slots of {SMALL_SLOT} bytes for layers 0-2",
+        f"8 slots of {LARGE_SLOT} bytes for layer 3",
+        "total",
+    ]
+    assert f"({room} bytes): the test says {room} bytes" in lines[7]
+    assert lines[8] == f"expert memory of {SMALLEST + 5} bytes or less would fit"
+    assert plan_for(MIXED, str(SMALLEST + 5), demand=DEMAND, available_bytes=room).expert_memory_bytes <= SMALLEST + 5
+
+
+@pytest.mark.parametrize("request_text", [None, "all"])
+@pytest.mark.parametrize(
+    ("lacking", "advice"),
+    [(200_002, "a shorter context saves that much"), (200_003, "not even a shorter context saves that much")],
+)
+def test_where_even_the_smallest_does_not_fit_the_refusal_says_how_much_is_lacking(
+    request_text: str | None, lacking: int, advice: str
+) -> None:
+    room = DEMAND.total_bytes + SMALLEST - lacking
+    with pytest.raises(DoesNotFit) as refusal:
+        plan_for(MIXED, request_text, demand=DEMAND, available_bytes=room)
+    assert str(refusal.value).endswith(
+        f"even with the smallest expert memory, {SMALLEST} bytes, {lacking} bytes are lacking; {advice}"
+    )
+
+
+def test_by_default_every_expert_has_a_slot_within_nine_tenths_of_the_available_memory() -> None:
+    demand = evolve(DEMAND, workspace_bytes=30_009)
+    everything = demand.total_bytes + 24 * SMALL_SLOT + 8 * LARGE_SLOT
+    enough, no_rest = divmod(everything * 10, 9)
+    assert no_rest == 0
+    plan = plan_for(MIXED, None, demand=demand, available_bytes=enough)
+    assert slot_counts(plan) == [24, 8]
+    assert "every expert has a slot" in plan.notes[0]
+    assert slot_counts(plan_for(MIXED, None, demand=demand, available_bytes=enough - 1)) != [24, 8]
+
+
+def test_by_default_slots_take_three_quarters_of_what_is_left_otherwise() -> None:
+    left = 1_500_001
+    plan = plan_for(MIXED, None, demand=DEMAND, available_bytes=DEMAND.total_bytes + left)
+    assert plan.expert_memory_bytes <= left * 3 // 4 < plan.expert_memory_bytes + SMALL_SLOT
+    assert f"75 % of the {left} bytes left beside everything else: at most {left * 3 // 4} bytes" in plan.notes[0]
+    assert plan.asked is None
+
+
+@pytest.mark.parametrize("experts_per_token", [8, 10])
+def test_a_default_never_goes_below_what_one_step_needs(experts_per_token: int) -> None:
+    checkpoint = checkpoint_of([(4096, 4096, 64)] * 4, experts_per_token)
+    smallest = experts_per_token * 8192
+    plan = plan_for(checkpoint, None, demand=DEMAND, available_bytes=DEMAND.total_bytes + smallest)
+    assert slot_counts(plan) == [experts_per_token]
+    assert f"they take the smallest that does: {smallest} bytes" in plan.notes[0]
+
+
+def test_the_backend_is_asked_for_whole_slots_beside_everything_that_is_sure_to_be_there() -> None:
+    backend = Backend()
+    plan_for(MIXED, "all", demand=DEMAND, backend=backend)
+    assert backend.calls == [
+        (SMALL_SLOT, DEMAND.total_bytes + 2 * LARGE_SLOT, 24),
+        (LARGE_SLOT, DEMAND.total_bytes + 24 * SMALL_SLOT, 8),
+    ]
+
+
+def test_a_request_that_the_backend_cuts_is_refused_with_its_reason_and_the_sum() -> None:
+    backend = Backend(grant=lambda expert_bytes, _resident, asked: asked - (expert_bytes == LARGE_SLOT))
+    with pytest.raises(DoesNotFit) as refusal:
+        plan_for(MIXED, "all", demand=DEMAND, backend=backend)
+    text = str(refusal.value)
+    assert text.startswith(
+        f"the backend grants 7 slots of {LARGE_SLOT} bytes for layer 3, and expert memory of all is 8: "
+        "the test's backend says so\n"
+    )
+    for byte_count in (1_000_001, 200_002, 30_003, 24 * SMALL_SLOT, 8 * LARGE_SLOT):
+        assert f"({byte_count} bytes)" in text
+
+
+def test_a_default_takes_what_the_backend_grants_and_says_so() -> None:
+    backend = Backend(grant=lambda _expert, _resident, asked: asked - 1)
+    plan = plan_for(MIXED, None, backend=backend)
+    assert slot_counts(plan) == [23, 7]
+    assert "the backend grants 23 of 24 slots for layers 0-2: the test's backend says so" in plan.notes
+
+
+@pytest.mark.parametrize(("granted", "accepted"), [(2, True), (1, False), (0, False)])
+def test_a_default_is_refused_where_the_backend_grants_less_than_one_step_needs(granted: int, accepted: bool) -> None:
+    backend = Backend(grant=lambda *_: granted)
+    if accepted:
+        assert slot_counts(plan_for(MIXED, None, backend=backend)) == [2, 2]
+    else:
+        with pytest.raises(DoesNotFit, match=rf"grants {granted} slots .* and one step needs 2"):
+            plan_for(MIXED, None, backend=backend)
+
+
+@pytest.mark.parametrize("request_text", [None, "all", str(SMALLEST)])
+def test_a_backend_that_grants_more_than_asked_breaks_the_contract(request_text: str | None) -> None:
+    with pytest.raises(BackendContractError, match=r"granted .* and .* were asked for"):
+        plan_for(MIXED, request_text, backend=Backend(grant=lambda _expert, _resident, asked: asked + 1))
+
+
+def test_one_memory_is_counted_once_and_two_memories_apart() -> None:
+    """24 needed of 20 on one pool; with a device of its own, 12 and 12 lie in different memories."""
+    unit = 1 << 20
+    checkpoint = checkpoint_of([(unit // 2, unit // 2, 12)])
+    demand = evolve(NOTHING, resident_bytes=12 * unit)
+    with pytest.raises(DoesNotFit, match=rf"total: .*\({24 * unit} bytes\)"):
+        plan_for(checkpoint, "all", demand=demand, available_bytes=20 * unit)
+    backend = Backend(
+        one_pool=False, grant=lambda expert_bytes, _resident, asked: min(asked, 20 * unit // expert_bytes)
+    )
+    plan = plan_for(checkpoint, "all", demand=demand, backend=backend, available_bytes=20 * unit)
+    assert (slot_counts(plan), plan.one_pool) == ([12], False)
+
+
+def test_with_two_memories_the_host_must_hold_everything_but_the_slots() -> None:
+    backend = Backend(one_pool=False)
+    plan_for(MIXED, "all", demand=DEMAND, backend=backend, available_bytes=DEMAND.total_bytes)
+    with pytest.raises(DoesNotFit, match=r"\n1 bytes are lacking; a shorter context saves that much") as refusal:
+        plan_for(MIXED, "all", demand=DEMAND, backend=backend, available_bytes=DEMAND.total_bytes - 1)
+    assert "slots" not in str(refusal.value)
+
+
+def test_with_two_memories_the_default_leaves_the_later_classes_what_a_step_needs() -> None:
+    """The device holds the rest and ten small slots' bytes; the first class must not take all of it."""
+    device_bytes = DEMAND.total_bytes + 10 * SMALL_SLOT
+    backend = Backend(
+        one_pool=False, grant=lambda expert, resident, asked: max(0, min(asked, (device_bytes - resident) // expert))
+    )
+    plan = plan_for(MIXED, None, demand=DEMAND, backend=backend)
+    assert slot_counts(plan) == [6, 2]
+    assert plan.total_bytes <= device_bytes
+
+
+def test_a_budget_below_one_tokens_experts_is_noted_and_not_refused() -> None:
+    """Top-2 in three layers and in one: 6 and 2 slots hold one token."""
+    thin = plan_for(MIXED, str(5 * SMALL_SLOT + 2 * LARGE_SLOT))
+    assert slot_counts(thin) == [5, 2]
+    assert len(thin.notes) == 1
+    assert thin.notes[0].startswith("5 slots for layers 0-2 are fewer than the 6 experts that one token uses there")
+    assert f"below {6 * SMALL_SLOT} bytes" in thin.notes[0]
+    assert plan_for(MIXED, str(6 * SMALL_SLOT + 2 * LARGE_SLOT)).notes == ()
+    assert plan_for(checkpoint_of([(4096, 4096, 1)] * 3), "all").notes == ()
+
+
+def test_layers_are_named_in_runs() -> None:
+    small, large = (4096, 4096, 4), (8192, 4096, 4)
+    table = plan_for(checkpoint_of([small, small, large, small, large, small, small]), "all").as_table()
+    assert [what for what, _ in table if "slots" in what] == [
+        "20 slots of 8192 bytes for layers 0-1, 3, 5-6",
+        "8 slots of 12288 bytes for layers 2, 4",
+    ]
+
+
+def test_the_table_shows_the_sum_the_available_memory_and_the_smallest_budget() -> None:
+    plan = plan_for(MIXED, "all", demand=DEMAND, available_bytes=GIB)
+    assert [what for what, _ in plan.as_table()] == [
+        "resident weights",
+        "KV cache of 512 tokens",
+        "workspace",
+        f"24 slots of {SMALL_SLOT} bytes for layers 0-2",
+        f"8 slots of {LARGE_SLOT} bytes for layer 3",
+        "total",
+        "available",
+        "all routed experts in the files",
+        "smallest expert memory",
+    ]
+    rows = dict(plan.as_table())
+    assert f"({plan.total_bytes} bytes)" in rows["total"]
+    assert rows["available"] == f"1.00 GiB ({GIB} bytes): the test says {GIB} bytes"
+    assert "(2211840 bytes)" in rows["all routed experts in the files"]
+
+
+def test_the_json_form_holds_the_same_numbers() -> None:
+    limited = AvailableMemory(GIB, "why", 2 * GIB, limit_bytes=GIB + 1, limit_path=Path("groups/memory.max"))
+    plan = make_plan(MIXED, DEMAND, MemoryRequest.parse("50%"), Backend(), limited)
+    told = json.loads(json.dumps(plan.to_json()))
+    assert told == {
+        "asked": "50%",
+        "demand": {
+            "resident_bytes": 1_000_001,
+            "kv_cache_bytes": 200_002,
+            "workspace_bytes": 30_003,
+            "context_tokens": 512,
+        },
+        "classes": [
+            {
+                "layers": [0, 1, 2],
+                "expert_bytes": 55296,
+                "expert_count": 24,
+                "slot_bytes": SMALL_SLOT,
+                "slot_count": plan.classes[0].slot_count,
+                "total_bytes": plan.classes[0].slot_count * SMALL_SLOT,
+            },
+            {
+                "layers": [3],
+                "expert_bytes": 110592,
+                "expert_count": 8,
+                "slot_bytes": LARGE_SLOT,
+                "slot_count": plan.classes[1].slot_count,
+                "total_bytes": plan.classes[1].slot_count * LARGE_SLOT,
+            },
+        ],
+        "expert_memory_bytes": plan.classes[0].slot_count * SMALL_SLOT + plan.classes[1].slot_count * LARGE_SLOT,
+        "smallest_bytes": SMALLEST,
+        "routed_bytes": 2_211_840,
+        "total_bytes": plan.total_bytes,
+        "one_pool": True,
+        "available": {
+            "bytes": GIB,
+            "reason": "why",
+            "host_available_bytes": 2 * GIB,
+            "limit_bytes": GIB + 1,
+            "limit_path": "groups/memory.max",
+        },
+        "notes": list(plan.notes),
+    }
+    assert plan_for(MIXED, None).to_json()["asked"] is None
+
+
+@pytest.mark.parametrize("name", ["resident_bytes", "kv_cache_bytes", "workspace_bytes", "context_tokens"])
+def test_a_demand_is_never_negative(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        evolve(NOTHING, **{name: -1})
+
+
+layer_shapes = st.tuples(st.integers(1, 5).map(lambda n: n * 4096 - 96), st.just(4096), st.integers(1, 12))
+checkpoints = st.builds(checkpoint_of, st.lists(layer_shapes, min_size=1, max_size=8), st.integers(1, 10))
+
+
+def smallest_of(checkpoint: Checkpoint) -> int:
+    return sum(
+        min(checkpoint.experts_per_token, size_class.largest_step) * size_class.layout.slot_bytes
+        for size_class in size_classes(checkpoint)
+    )
+
+
+@given(checkpoints, st.integers(0, 2_000_000))
+def test_a_budget_is_never_exceeded_never_short_of_a_step_and_spent_to_the_last_slot(
+    checkpoint: Checkpoint, extra_bytes: int
+) -> None:
+    budget = smallest_of(checkpoint) + extra_bytes
+    plan = plan_for(checkpoint, str(budget))
+    assert plan.expert_memory_bytes <= budget
+    for planned in plan.classes:
+        needed = min(checkpoint.experts_per_token, planned.size_class.largest_step)
+        assert needed <= planned.slot_count <= planned.size_class.expert_count
+        full = planned.slot_count == planned.size_class.expert_count
+        assert full or planned.slot_bytes > budget - plan.expert_memory_bytes
+    assert plan == plan_for(checkpoint, str(budget))
+
+
+@given(checkpoints, st.integers(0, 2_000_000))
+def test_no_class_runs_ahead_of_one_whose_slots_cost_no_more(checkpoint: Checkpoint, extra_bytes: int) -> None:
+    plan = plan_for(checkpoint, str(smallest_of(checkpoint) + extra_bytes))
+    for ahead in plan.classes:
+        if ahead.slot_count <= min(checkpoint.experts_per_token, ahead.size_class.largest_step):
+            continue
+        for behind in plan.classes:
+            if behind.slot_bytes <= ahead.slot_bytes and behind.slot_count < behind.size_class.expert_count:
+                assert Fraction(ahead.slot_count, ahead.size_class.expert_count) <= Fraction(
+                    behind.slot_count + 1, behind.size_class.expert_count
+                )
+
+
+@given(checkpoints, st.integers(0, 1_000_000), st.integers(0, 1_000_000))
+def test_a_larger_budget_never_holds_fewer_bytes(checkpoint: Checkpoint, extra_bytes: int, more_bytes: int) -> None:
+    budget = smallest_of(checkpoint) + extra_bytes
+    smaller, larger = (plan_for(checkpoint, str(asked)) for asked in (budget, budget + more_bytes))
+    assert smaller.expert_memory_bytes <= larger.expert_memory_bytes
+
+
+@given(checkpoints, st.integers(0, 3_000_000))
+def test_a_default_fits_the_pool_or_is_refused_and_never_breaks_its_own_minimum(
+    checkpoint: Checkpoint, available_bytes: int
+) -> None:
+    fits = DEMAND.total_bytes + smallest_of(checkpoint) <= available_bytes
+    if not fits:
+        with pytest.raises(DoesNotFit):
+            plan_for(checkpoint, None, demand=DEMAND, available_bytes=available_bytes)
+        return
+    plan = plan_for(checkpoint, None, demand=DEMAND, available_bytes=available_bytes)
+    assert plan.smallest_bytes <= plan.expert_memory_bytes
+    assert plan.total_bytes <= available_bytes
+    assert plan.notes
+
+
+@given(checkpoints, st.integers(0, 10**7), st.integers(0, 10**7))
+def test_what_a_refusal_says_would_fit_does_fit(checkpoint: Checkpoint, asked_bytes: int, available_bytes: int) -> None:
+    smallest = smallest_of(checkpoint)
+    try:
+        plan_for(checkpoint, str(asked_bytes), demand=DEMAND, available_bytes=available_bytes)
+    except BudgetTooSmall:
+        assert asked_bytes < smallest
+    except DoesNotFit as refusal:
+        advice = str(refusal).splitlines()[-1]
+        if advice.endswith("would fit"):
+            plan_for(checkpoint, advice.split()[3], demand=DEMAND, available_bytes=available_bytes)
+        else:
+            assert DEMAND.total_bytes + smallest > available_bytes
+    else:
+        assert smallest <= asked_bytes
