@@ -1,0 +1,52 @@
+"""Which expert goes when a slot is needed: the policies by name.
+
+A policy is pure and deterministic: it ranks experts in arrays that the compiled layer step reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+from expertstream.errors import ConfigError
+from expertstream.policies.hotness import Hotness
+from expertstream.policies.lru import Lru
+from expertstream.residency import Ranks
+
+__all__ = ["Policy", "make_policy", "policy_names"]
+
+
+class Policy(Protocol):
+    """What the streamer asks of a policy.
+
+    Two compiled functions that run without the GIL and allocate nothing but victims' numbers:
+    `layer_step(tables, ranks, layer, experts, counts, slots, found)` selects and leases, answering as
+    `residency.lease` does; `select(ranks, first_expert, experts, counts)` is its first half, for steps that run in
+    rounds. `counts` (int64) is how many tokens of the pass chose each expert.
+    """
+
+    ranks: Ranks
+    layer_step: Callable[..., Any]
+    select: Callable[..., Any]
+
+    def begin_pass(self, tokens: int) -> None:
+        """A forward pass over `tokens` tokens begins: one in decode, many in prefill."""
+        ...
+
+
+_POLICIES: dict[str, Callable[[int, int], Policy]] = {"hotness": Hotness, "lru": Lru}
+
+
+def policy_names() -> tuple[str, ...]:
+    """The names that the configuration may ask for."""
+    return tuple(sorted(_POLICIES))
+
+
+def make_policy(name: str, expert_count: int, half_life_tokens: int) -> Policy:
+    """The policy called `name` for that many experts. Raises ConfigError for an unknown name."""
+    if name not in _POLICIES:
+        near = get_close_matches(name, _POLICIES, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"no policy is called {name!r}; there are {', '.join(policy_names())}{hint}")
+    return _POLICIES[name](expert_count, half_life_tokens)

@@ -1,0 +1,221 @@
+"""Which expert sits in which slot: flat tables, and the compiled functions that are a layer step.
+
+It owns lookup, leases and the choice of victims by a policy's ranks. It touches no bytes, holds no lock and
+calls nothing back, so a thread without the GIL can run it; callers serialize their calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+EMPTY, LOADING, READABLE, QUARANTINED = 0, 1, 2, 3
+"""What a slot is. QUARANTINED: a read that never returned may still write there; it is not used again."""
+
+READY, MISS, UNDERWAY = 0, 1, 2
+"""What a leased expert is: readable now; to be loaded by the caller; being loaded for an earlier lease."""
+
+EXHAUSTED, OUT_OF_RANGE = -1, -2
+"""Answers of `lease` that changed nothing: too few slots are free of leases; an expert that does not exist."""
+
+
+class Tables(NamedTuple):
+    """The residency of a model. Experts are numbered layer * experts_per_layer + expert, slots across stores.
+
+    slot_of (int32, experts): the slot of an expert or -1. expert_of (int32, slots): its inverse.
+    state (uint8, slots). leases (int32, slots). turn (int32, slots): 0, or 1 + when the step under way will
+    need what the slot holds. slot_range (int64, layers x 2): first and end of the slots that a layer may use.
+    """
+
+    slot_of: NDArray[np.int32]
+    expert_of: NDArray[np.int32]
+    state: NDArray[np.uint8]
+    leases: NDArray[np.int32]
+    turn: NDArray[np.int32]
+    slot_range: NDArray[np.int64]
+
+
+class Ranks(NamedTuple):
+    """What a policy says of experts, float64 and int64 of their number: the lowest rank goes first, then the
+    least recently used. `clock` (int64, 1) counts steps; `share` (float64, 1) is what one selection adds."""
+
+    rank: NDArray[np.float64]
+    last_use: NDArray[np.int64]
+    clock: NDArray[np.int64]
+    share: NDArray[np.float64]
+
+
+def make_tables(layer_count: int, experts_per_layer: int, slot_range: NDArray[np.int64]) -> Tables:
+    """Tables in which every slot is empty; `slot_range` as in Tables."""
+    slot_count = int(slot_range.max(initial=0))
+    return Tables(
+        slot_of=np.full(layer_count * experts_per_layer, -1, np.int32),
+        expert_of=np.full(slot_count, -1, np.int32),
+        state=np.zeros(slot_count, np.uint8),
+        leases=np.zeros(slot_count, np.int32),
+        turn=np.zeros(slot_count, np.int32),
+        slot_range=slot_range,
+    )
+
+
+def make_ranks(expert_count: int) -> Ranks:
+    """Ranks of experts that were never selected."""
+    return Ranks(
+        np.zeros(expert_count, np.float64), np.zeros(expert_count, np.int64), np.zeros(1, np.int64), np.ones(1)
+    )
+
+
+@njit(nogil=True, cache=True)
+def lease(
+    tables: Tables,
+    ranks: Ranks,
+    layer: int,
+    experts: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    found: NDArray[np.uint8],
+) -> int:
+    """Lease a slot for each expert of a layer, all or none; the answer is how many are not READY, or an error.
+
+    Fills `slots` and `found` (READY, MISS or UNDERWAY). A MISS has its victim's slot already, in state LOADING.
+    Victims are empty slots, then by rank and last use; never a leased, loading or quarantined slot, nor one
+    that the step under way needs, unless nothing else is left: then the one whose turn comes last.
+    """
+    base = layer * (tables.slot_of.size // tables.slot_range.shape[0])
+    experts_per_layer = tables.slot_of.size // tables.slot_range.shape[0]
+    missing = 0
+    waiting = 0
+    for i in range(experts.size):
+        if experts[i] < 0 or experts[i] >= experts_per_layer:
+            return OUT_OF_RANGE
+        slot = tables.slot_of[base + experts[i]]
+        slots[i] = slot
+        if slot < 0:
+            found[i] = MISS
+            missing += 1
+        elif tables.state[slot] == READABLE:
+            found[i] = READY
+            tables.leases[slot] += 1
+        else:
+            found[i] = UNDERWAY
+            waiting += 1
+            tables.leases[slot] += 1
+    if missing == 0:
+        return waiting
+    victims = np.empty(missing, np.int64)
+    if _choose_victims(tables, ranks, layer, victims) < missing:
+        for i in range(experts.size):
+            if found[i] != MISS:
+                tables.leases[slots[i]] -= 1
+        return EXHAUSTED
+    used = 0
+    for i in range(experts.size):
+        if found[i] != MISS:
+            continue
+        expert = base + experts[i]
+        if tables.slot_of[expert] >= 0:  # named twice in one step
+            slots[i] = tables.slot_of[expert]
+            found[i] = UNDERWAY
+            tables.leases[slots[i]] += 1
+            continue
+        slot = victims[used]
+        used += 1
+        if tables.expert_of[slot] >= 0:
+            tables.slot_of[tables.expert_of[slot]] = -1
+        tables.expert_of[slot] = expert
+        tables.slot_of[expert] = slot
+        tables.state[slot] = LOADING
+        tables.leases[slot] = 1
+        tables.turn[slot] = 0
+        slots[i] = slot
+    return missing + waiting
+
+
+@njit(nogil=True, cache=True)
+def release(tables: Tables, slots: NDArray[np.int64]) -> None:
+    """End one lease on each slot."""
+    for i in range(slots.size):
+        tables.leases[slots[i]] -= 1
+
+
+@njit(nogil=True, cache=True)
+def announce(tables: Tables, layer: int, experts: NDArray[np.int64], needed: bool) -> int:
+    """Mark the resident ones of `experts` as needed in this order by the step under way, or take the marks away.
+
+    The answer is how many are resident, or OUT_OF_RANGE with some marked.
+    """
+    experts_per_layer = tables.slot_of.size // tables.slot_range.shape[0]
+    resident = 0
+    for i in range(experts.size):
+        if experts[i] < 0 or experts[i] >= experts_per_layer:
+            return OUT_OF_RANGE
+        slot = tables.slot_of[layer * experts_per_layer + experts[i]]
+        if slot >= 0:
+            resident += 1
+            tables.turn[slot] = i + 1 if needed else 0
+    return resident
+
+
+@njit(nogil=True, cache=True)
+def free_slots(tables: Tables, layer: int) -> int:
+    """How many slots of the layer's class could be given to a new expert now."""
+    count = 0
+    for slot in range(tables.slot_range[layer, 0], tables.slot_range[layer, 1]):
+        state = tables.state[slot]
+        if tables.leases[slot] == 0 and state in (EMPTY, READABLE):
+            count += 1
+    return count
+
+
+def publish(tables: Tables, slot: int) -> None:
+    """The slot's bytes are readable."""
+    if tables.state[slot] == LOADING:
+        tables.state[slot] = READABLE
+
+
+def forget(tables: Tables, slot: int, quarantine: bool = False) -> None:
+    """The slot's load failed: its expert is nowhere. Leases on the slot stay until they are released."""
+    expert = tables.expert_of[slot]
+    if expert >= 0:
+        tables.slot_of[expert] = -1
+    tables.expert_of[slot] = -1
+    tables.state[slot] = QUARANTINED if quarantine else EMPTY
+
+
+@njit(nogil=True, cache=True)
+def _choose_victims(tables: Tables, ranks: Ranks, layer: int, victims: NDArray[np.int64]) -> int:
+    """Fill `victims` with the slots to give up, first one first; the answer is how many there are."""
+    chosen = 0
+    wanted = victims.size
+    first, end = tables.slot_range[layer, 0], tables.slot_range[layer, 1]
+    for slot in range(first, end):  # one pass, keeping the best `wanted` sorted: most slots lose to the last of them
+        state = tables.state[slot]
+        if tables.leases[slot] != 0 or state not in (EMPTY, READABLE):
+            continue
+        if chosen == wanted and not _goes_before(tables, ranks, slot, victims[wanted - 1]):
+            continue
+        if chosen < wanted:
+            chosen += 1
+        place = chosen - 1
+        while place > 0 and _goes_before(tables, ranks, slot, victims[place - 1]):
+            victims[place] = victims[place - 1]
+            place -= 1
+        victims[place] = slot
+    return chosen
+
+
+@njit(nogil=True, cache=True)
+def _goes_before(tables: Tables, ranks: Ranks, slot: int, other: int) -> bool:
+    """Is `slot` a better victim than `other`? Equals keep their order, so the lower slot goes first."""
+    turn, other_turn = tables.turn[slot], tables.turn[other]
+    if turn != other_turn:
+        return bool(turn == 0 or (other_turn != 0 and turn > other_turn))
+    expert, other_expert = tables.expert_of[slot], tables.expert_of[other]
+    if expert < 0 or other_expert < 0:
+        return bool(expert < 0 and other_expert >= 0)
+    rank, other_rank = ranks.rank[expert], ranks.rank[other_expert]
+    if rank != other_rank:
+        return bool(rank < other_rank)
+    return bool(ranks.last_use[expert] < ranks.last_use[other_expert])
