@@ -1,0 +1,100 @@
+"""Load the tensors that stay resident, past the page cache where the file system allows it, into one mapping.
+
+Neighbours in the file are read together. What a device backend does with the bytes is not decided here.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from attrs import frozen
+from numpy.typing import NDArray
+
+from expertstream.checkpoint.index import Checkpoint, TensorInfo
+from expertstream.errors import DeviceOutOfMemory
+from expertstream.filler.files import IoMode, PartRead, SourceFile
+from expertstream.slots import IO_ALIGNMENT_BYTES
+
+_PIECE_BYTES = 32 << 20  # between two reports of progress; a multiple of IO_ALIGNMENT_BYTES
+
+
+def resident_padding_bytes(checkpoint: Checkpoint) -> int:
+    """How much more than its tensors' bytes the mapping of `load_resident` takes."""
+    return sum(run.room_bytes for run in _runs(checkpoint)) - checkpoint.resident_bytes
+
+
+def load_resident(
+    checkpoint: Checkpoint, io_mode: IoMode = "auto", progress: Callable[[int, int], None] = lambda done, total: None
+) -> Mapping[str, NDArray[np.uint8]]:
+    """Every resident tensor's bytes by name: (nbytes,) uint8, read-only, in the file's own encoding.
+
+    They share one mapping, freed with the last of them. `progress` hears bytes done and of all. Raises ReadFailed,
+    MachineError for io_mode "direct" where it is refused, DeviceOutOfMemory.
+    """
+    runs = _runs(checkpoint)
+    size_bytes = sum(run.room_bytes for run in runs)
+    try:
+        memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise DeviceOutOfMemory(f"{size_bytes} bytes of resident tensors cannot be allocated: {error}") from error
+    arena = np.frombuffer(memory, np.uint8)
+    tensors: dict[str, NDArray[np.uint8]] = {}
+    room_start = done = 0
+    sources = {run.file: SourceFile(checkpoint.files[run.file], io_mode) for run in runs}
+    try:
+        for run in runs:
+            first_position = room_start + run.offset % IO_ALIGNMENT_BYTES
+            for piece in _pieces(run, first_position, room_start):
+                sources[run.file].read(piece, arena.data, lambda path, offset, length: None)
+                done += piece.length
+                progress(min(done, checkpoint.resident_bytes), checkpoint.resident_bytes)
+            for tensor in run.tensors:
+                position = first_position + tensor.offset - run.offset
+                tensors[tensor.name] = arena[position : position + tensor.nbytes]
+                tensors[tensor.name].flags.writeable = False
+            room_start += run.room_bytes
+    finally:
+        for source in sources.values():
+            source.close()
+    return tensors
+
+
+@frozen
+class _Run:
+    """Tensors that lie side by side in a file, read as one range."""
+
+    file: int
+    offset: int
+    end: int
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def room_bytes(self) -> int:
+        return -(-self.end // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES - self.offset // IO_ALIGNMENT_BYTES * (
+            IO_ALIGNMENT_BYTES
+        )
+
+
+def _runs(checkpoint: Checkpoint) -> list[_Run]:
+    runs: list[_Run] = []
+    for tensor in sorted(checkpoint.tensors.values(), key=lambda tensor: (tensor.file, tensor.offset)):
+        end = tensor.offset + tensor.nbytes
+        last = runs[-1] if runs else None
+        if last and last.file == tensor.file and tensor.offset - last.end < IO_ALIGNMENT_BYTES:
+            runs[-1] = _Run(last.file, last.offset, end, (*last.tensors, tensor))
+        else:
+            runs.append(_Run(tensor.file, tensor.offset, end, (tensor,)))
+    return runs
+
+
+def _pieces(run: _Run, first_position: int, room_start: int) -> list[PartRead]:
+    """The run cut at aligned file offsets, so that rounding one piece outwards never reaches into the next."""
+    pieces, offset = [], run.offset
+    while offset < run.end:
+        cut = min(run.end, (offset // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES + _PIECE_BYTES)
+        position = first_position + offset - run.offset
+        pieces.append(PartRead(run.file, offset, cut - offset, position, room_start, run.room_bytes))
+        offset = cut
+    return pieces
