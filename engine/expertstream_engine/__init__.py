@@ -1,0 +1,33 @@
+"""Run Mixture-of-Experts models whose experts are streamed: the Python API.
+
+Names are imported when they are first used, so that the command line need not wait for what it does not use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from expertstream_engine.report import GenerationReport
+    from expertstream_engine.sampling import SamplingSettings
+    from expertstream_engine.session import BUNDLED_MODEL, Generation, Model, open_model
+    from expertstream_engine.settings import RunSettings
+
+__all__ = [
+    "BUNDLED_MODEL",
+    "Generation",
+    "GenerationReport",
+    "Model",
+    "RunSettings",
+    "SamplingSettings",
+    "open_model",
+]
+
+_MODULES = {"GenerationReport": "report", "SamplingSettings": "sampling", "RunSettings": "settings"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'session')}"), name)

@@ -1,0 +1,127 @@
+"""What a run takes besides slots, so that `plan` and the loader decide on the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from attrs import frozen
+
+from expertstream import (
+    AvailableMemory,
+    Backend,
+    Checkpoint,
+    ConfigError,
+    Demand,
+    LogHooks,
+    Plan,
+    available_memory,
+    make_plan,
+    open_backend,
+    open_checkpoint,
+    resident_padding_bytes,
+)
+from expertstream.policies import make_policy
+from expertstream_engine.architecture import ModelShape, read_shape
+from expertstream_engine.kernels.registry import SUPPORTED_TYPES
+from expertstream_engine.ops.checks import check_types
+from expertstream_engine.ops.numba_ops import workspace_bytes
+from expertstream_engine.settings import DEFAULT_CONTEXT_TOKENS, RunSettings, usable_cores
+from expertstream_engine.weights import check_tensors, expert_ffn, weight_types
+
+LARGEST_BATCH_TOKENS = 2048
+"""A longer prompt goes through in batches of this many tokens: it bounds the workspace, and each batch reads an
+expert at most once."""
+
+
+@frozen(eq=False)
+class PlannedRun:
+    """A model that was found fit to run on a backend, with the memory it will take. Nothing is loaded yet."""
+
+    checkpoint: Checkpoint
+    shape: ModelShape
+    backend: Backend
+    plan: Plan
+
+
+def plan_run(
+    model: Path, settings: RunSettings, available: AvailableMemory | None = None, observers: Sequence[object] = ()
+) -> PlannedRun:
+    """Index the model, open the backend and plan the memory; all that can be refused is refused here.
+
+    Raises CheckpointError, UnsupportedCheckpoint, BackendUnavailable, and ConfigError: BackendNotFound,
+    BudgetTooSmall, DoesNotFit, a policy or a context that cannot be.
+    """
+    backend = open_backend(settings.backend, (LogHooks(), *observers))
+    make_policy(settings.policy, 1, settings.half_life_tokens)  # refuses an unknown name; the streamer makes its own
+    checkpoint = open_checkpoint(model)
+    shape = check_runnable(checkpoint)
+    threads = settings.threads or usable_cores()
+    demand = run_demand(checkpoint, shape, context_tokens(shape, settings), threads)
+    plan = make_plan(checkpoint, demand, settings.expert_memory, backend, available or available_memory())
+    return PlannedRun(checkpoint, shape, backend, plan)
+
+
+def check_runnable(checkpoint: Checkpoint) -> ModelShape:
+    """The shape of a model that this version can compute. Reads no tensor's bytes.
+
+    Raises UnsupportedCheckpoint for an architecture, a tensor or a type of weights that it cannot.
+    """
+    shape = read_shape(checkpoint)
+    check_tensors(checkpoint, shape)
+    check_types(weight_types(checkpoint), SUPPORTED_TYPES)
+    return shape
+
+
+def context_tokens(shape: ModelShape, settings: RunSettings) -> int:
+    """The context asked for, or the default. Raises ConfigError above what the model was trained for."""
+    if settings.context is None:
+        return min(shape.trained_context, DEFAULT_CONTEXT_TOKENS)
+    if settings.context > shape.trained_context:
+        raise ConfigError(
+            f"a context of {settings.context} tokens was asked for; the model was trained for {shape.trained_context}"
+        )
+    return settings.context
+
+
+def run_demand(checkpoint: Checkpoint, shape: ModelShape, context: int, threads: int) -> Demand:
+    """The bytes of weights, KV cache and workspace for that context."""
+    batch = min(context, LARGEST_BATCH_TOKENS)
+    vocabulary = checkpoint.tensors["token_embd.weight"].shape[0]
+    query, kv = shape.head_count * shape.head_size, shape.kv_head_count * shape.head_size
+    # What MoeModel holds at once, in float32 a token: the residual stream, its norm, a block's output and the rows
+    # of one expert; queries, keys and values before and after their norms; router logits, ids, shares and their order.
+    per_token = 5 * shape.hidden_size + 3 * query + 4 * kv + shape.expert_count + 10 * shape.experts_per_token
+    rope_tables = context * shape.rope_size
+    return Demand(
+        resident_bytes=checkpoint.resident_bytes,
+        kv_cache_bytes=context * shape.kv_bytes_per_token,
+        workspace_bytes=4 * (batch * per_token + rope_tables + 4 * vocabulary)
+        + _scratch_bytes(checkpoint, shape, batch, threads)
+        + resident_padding_bytes(checkpoint),
+        context_tokens=context,
+    )
+
+
+def _scratch_bytes(checkpoint: Checkpoint, shape: ModelShape, batch: int, threads: int) -> int:
+    """What the kernels hold: the larger of a prefill's need, one expert and many tokens, and a decode's."""
+    # Matrices of the same columns may share a call, which then rounds its activations for all their types.
+    types: dict[int, set[str]] = {}
+    for tensor in checkpoint.tensors.values():
+        if len(tensor.shape) == 2:
+            types.setdefault(tensor.shape[1], set()).add(tensor.type_name)
+    ffns = {expert_ffn(layer, checkpoint, shape) for layer in checkpoint.layers}
+    return max(
+        workspace_bytes(
+            threads,
+            tokens,
+            matmuls=types.items(),
+            ffns=ffns,
+            experts=experts,
+            top_k=experts,
+            heads=shape.head_count,
+            kv_heads=shape.kv_head_count,
+            head_size=shape.head_size,
+        )
+        for tokens, experts in ((batch, 1), (1, shape.experts_per_token))
+    )

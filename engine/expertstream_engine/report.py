@@ -1,0 +1,82 @@
+"""What a generation cost: counters of the two phases, times, memory, as one record and as JSON."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, frozen
+
+from expertstream import Counters
+
+
+@frozen
+class GenerationReport:
+    """The figures of one generation. Times are seconds of wall clock, sizes bytes.
+
+    Prefill needs every expert that any prompt token chose, so it exhausts any cache; it is counted apart. The first
+    token comes out of the prefill: decode is the passes after it. `finish` is "eos", "length" or "interrupted".
+    """
+
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str | None
+    finish: str
+    backend: str
+    policy: str
+    io_mode: str
+    slots: int
+    expert_count: int
+    expert_memory_bytes: int
+    resident_bytes: int
+    prefill: Counters
+    decode: Counters
+    prefill_seconds: float
+    decode_seconds: float
+    decode_passes: int
+    peak_rss_bytes: int
+    seed: int
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Passes after the first token over their time, None where there were none."""
+        return self.decode_passes / self.decode_seconds if self.decode_passes and self.decode_seconds else None
+
+    @property
+    def streaming(self) -> bool:
+        """Whether experts had to share slots; where each has its own, it is read once and stays."""
+        return self.slots < self.expert_count
+
+    @property
+    def total(self) -> Counters:
+        """Both phases together."""
+        return self.prefill + self.decode
+
+    def to_json(self) -> dict[str, Any]:
+        """The record that `expertstream run --json` prints."""
+        total = self.total
+        fields = asdict(self, recurse=False)
+        for phase in ("prefill", "decode"):
+            fields[phase] = asdict(getattr(self, phase))
+        fields["prompt_tokens"], fields["tokens"] = list(self.prompt_tokens), list(self.tokens)
+        return fields | {
+            "streaming": self.streaming,
+            "hits": total.hits,
+            "misses": total.misses,
+            "hit_rate": total.hit_rate,
+            "expert_bytes_read": total.expert_bytes_read,
+            "decode_tokens_per_second": self.decode_tokens_per_second,
+        }
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had in use, by the system's own accounting."""
+    status = Path("/proc/self/status")
+    if status.exists():  # ru_maxrss begins with what the parent had at the fork
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
