@@ -1,0 +1,102 @@
+"""The options that several commands share, each declared once, and how they become settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from expertstream_engine.settings import RunSettings
+
+_MEMORY, _STREAMING, _OUTPUT = "Memory", "Streaming", "Output"
+
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="A GGUF file, any shard of a split one, or the folder it lies in."),
+]
+ExpertMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_MEMORY,
+        help="Memory for routed experts: 8GiB (powers of 1024), 20GB (powers of 1000), 25% of all routed experts,"
+        " or all. [dim]By default as much as is wise on this machine.[/]",
+    ),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=_MEMORY,
+        help="Tokens of prompt and answer together. [dim]By default what the model was trained for, 4096 at most.[/]",
+    ),
+]
+BackendName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=_STREAMING,
+        help="Where slots live; `expertstream backends` lists them. [dim]By default cpu.[/]",
+    ),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        rich_help_panel=_STREAMING,
+        help="Which expert leaves when a slot is needed: hotness or lru. [dim]By default hotness.[/]",
+    ),
+]
+HalfLifeTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=_STREAMING,
+        help="Tokens after which an expert's hotness counts half. [dim]By default 16.[/]",
+    ),
+]
+IoMode = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|direct|buffered",
+        rich_help_panel=_STREAMING,
+        help="Read past the page cache, or through it. [dim]By default auto: direct where the file system can.[/]",
+    ),
+]
+FillerThreads = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", rich_help_panel=_STREAMING, help="Threads that read experts from the file. [dim]By default 8.[/]"
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(metavar="N", rich_help_panel=_STREAMING, help="Threads that compute. [dim]By default one a core.[/]"),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help='A TOML file of settings, named as the options: expert_memory = "8GiB".'
+        " EXPERTSTREAM_* variables go before it, options before both.",
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="Print one JSON document on stdout, nothing else.")
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", rich_help_panel=_OUTPUT, help="Log on stderr what was decided and allocated.")
+]
+Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=_OUTPUT, help="Show the traceback of an error.")]
+
+
+def settings_from(config: Path | None, **options: object) -> RunSettings:
+    """Settings from defaults, the file `config`, EXPERTSTREAM_* variables and the options that are not None."""
+    from expertstream import load_settings
+    from expertstream_engine.settings import RunSettings
+
+    return load_settings(RunSettings, file=config, environ=os.environ, overrides=options)

@@ -1,0 +1,47 @@
+"""`expertstream plan`: the memory that a run would take, decided by the same code and numbers, nothing loaded."""
+
+from __future__ import annotations
+
+from expertstream_engine.cli.consoles import print_json, print_table, say
+from expertstream_engine.cli.errors import guarded
+from expertstream_engine.cli.options import (
+    AsJson,
+    BackendName,
+    ConfigFile,
+    Context,
+    Debug,
+    ExpertMemory,
+    ModelArgument,
+    Policy,
+    Threads,
+    Verbose,
+    settings_from,
+)
+
+
+@guarded
+def plan(
+    model: ModelArgument,
+    expert_memory: ExpertMemory = None,
+    context: Context = None,
+    backend: BackendName = None,
+    policy: Policy = None,
+    threads: Threads = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a run would take of this machine's memory, or why it would be refused; reads only the file's header."""
+    settings = settings_from(
+        config, expert_memory=expert_memory, context=context, backend=backend, policy=policy, threads=threads
+    )
+    from expertstream_engine.demand import plan_run
+
+    planned = plan_run(model, settings).plan
+    if as_json:
+        print_json({"backend": settings.backend, "policy": settings.policy} | planned.to_json())
+        return
+    print_table(("", ""), [("backend", settings.backend), ("policy", settings.policy), *planned.as_table()])
+    for note in planned.notes:
+        say(f"note: {note}")

@@ -1,0 +1,179 @@
+"""`expertstream run`: from options to a loaded model, its text on stdout and what it cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from expertstream_engine.cli.consoles import print_json, say
+from expertstream_engine.cli.errors import guarded
+from expertstream_engine.cli.options import (
+    AsJson,
+    BackendName,
+    ConfigFile,
+    Context,
+    Debug,
+    ExpertMemory,
+    FillerThreads,
+    HalfLifeTokens,
+    IoMode,
+    Policy,
+    Threads,
+    Verbose,
+    settings_from,
+)
+from expertstream_engine.cli.prompt import prompt_tokens
+
+if TYPE_CHECKING:
+    from expertstream_engine.cli.screen import Screen
+    from expertstream_engine.session import Generation
+
+DEFAULT_MAX_TOKENS = 128
+
+_GENERATION = "Generation"
+
+
+@guarded
+def run(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="MODEL",
+            show_default=False,
+            help="A GGUF file, any shard of a split one, or the folder it lies in; without it the small bundled model.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            "--prompt",
+            "-p",
+            metavar="TEXT",
+            rich_help_panel=_GENERATION,
+            help="The text to continue. Without it, standard input is read if it is not a terminal.",
+        ),
+    ] = None,
+    token_ids: Annotated[
+        str | None,
+        typer.Option(metavar="1,2,3", rich_help_panel=_GENERATION, help="The prompt as token ids, taken as they are."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            metavar="N",
+            rich_help_panel=_GENERATION,
+            help="Tokens to generate at most. [dim]By default 128, or what the context leaves.[/]",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", rich_help_panel=_GENERATION, help="0 always takes the most likely token.")
+    ] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(metavar="N", rich_help_panel=_GENERATION, help="Draw from the N most likely; 0 is off.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(metavar="P", rich_help_panel=_GENERATION, help="Draw from the fewest that hold P; 1 is off."),
+    ] = 1.0,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            metavar="P", rich_help_panel=_GENERATION, help="Draw from those at least P times as likely as the best."
+        ),
+    ] = 0.0,
+    repeat_penalty: Annotated[
+        float,
+        typer.Option(metavar="R", rich_help_panel=_GENERATION, help="Make recent tokens less likely; 1 is off."),
+    ] = 1.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", rich_help_panel=_GENERATION, help="Repeat the draws of a run with this seed."),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", rich_help_panel=_GENERATION, help="Go on after an end-of-sequence token.")
+    ] = False,
+    expert_memory: ExpertMemory = None,
+    context: Context = None,
+    backend: BackendName = None,
+    policy: Policy = None,
+    half_life_tokens: HalfLifeTokens = None,
+    io_mode: IoMode = None,
+    filler_threads: FillerThreads = None,
+    threads: Threads = None,
+    config: ConfigFile = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    debug: Debug = False,
+) -> None:
+    """Generate text: it appears as it is computed, with a live status, and a report at the end."""
+    settings = settings_from(
+        config,
+        backend=backend,
+        expert_memory=expert_memory,
+        policy=policy,
+        context=context,
+        threads=threads,
+        io_mode=io_mode,
+        filler_threads=filler_threads,
+        half_life_tokens=half_life_tokens,
+    )
+    from expertstream_engine.cli.screen import Screen
+    from expertstream_engine.cli.summary import print_report
+    from expertstream_engine.demand import plan_run
+    from expertstream_engine.prompts import Prompts
+    from expertstream_engine.sampling import SamplingSettings
+    from expertstream_engine.session import BUNDLED_MODEL, Model
+
+    sampling = SamplingSettings(temperature, top_k, top_p, min_p, repeat_penalty, seed=seed)
+    if model is None:
+        say("model: the bundled one of 15 million parameters, as none was given")
+    planned = plan_run(model or BUNDLED_MODEL, settings)
+    prompts = Prompts(planned.checkpoint, planned.plan.demand.context_tokens)
+    tokens = prompt_tokens(prompts, prompt, token_ids, bundled=model is None)
+    wanted = _max_tokens(max_tokens, len(tokens), prompts.context_tokens)
+    prompts.check(tokens, wanted)
+    if prompts.tokenizer is None:
+        say(f"note: token ids are printed instead of text: {prompts.no_tokenizer_because}")
+    for note in planned.plan.notes:
+        say(f"note: {note}")
+
+    generation: Generation | None = None
+    try:
+        with Screen(shows_text=not as_json) as screen, Model(planned, settings, screen.progress, prompts) as loaded:
+            generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
+            _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
+    except KeyboardInterrupt:
+        if generation is not None and not as_json:
+            print_report(generation.report, sampled=temperature > 0)
+        raise
+    if as_json:
+        print_json(generation.report.to_json())
+    else:
+        print_report(generation.report, sampled=temperature > 0)
+
+
+def _show(generation: Generation, screen: Screen, max_tokens: int, *, as_text: bool) -> None:
+    """Run the generation to its end, piece by piece onto the screen."""
+    from expertstream_engine.cli.summary import status_line
+
+    screen.status(lambda: f"reading the prompt of {len(generation.prompt_tokens)} tokens ...")
+    for piece in generation:
+        if len(generation.tokens) == 1:
+            screen.status(lambda: status_line(generation.report, max_tokens))
+        screen.text(piece if as_text else f"{generation.tokens[-1]} ")
+
+
+def _max_tokens(asked: int | None, prompt_length: int, context_tokens: int) -> int:
+    """How many tokens to generate; only the default gives way to the context."""
+    if asked is not None:
+        return asked
+    left = context_tokens - prompt_length
+    if left < 1:
+        return 1  # to be refused
+    if left < DEFAULT_MAX_TOKENS:
+        say(f"note: at most {left} tokens are generated: the context of {context_tokens} holds no more")
+    return min(left, DEFAULT_MAX_TOKENS)
