@@ -4,12 +4,13 @@ from expertstream.backends import (
     Backend,
     BackendOffer,
     BackendStatus,
+    DeclaredOption,
     installed_backends,
     open_backend,
     probe_backends,
 )
 from expertstream.checkpoint import Checkpoint, ExpertLayer, ExpertPart, TensorInfo, open_checkpoint
-from expertstream.config import StreamSettings, load_settings
+from expertstream.config import BackendNames, BackendOption, StreamSettings, load_settings
 from expertstream.errors import (
     BackendContractError,
     BackendNotFound,
@@ -32,7 +33,7 @@ from expertstream.hookspecs import hookimpl
 from expertstream.machine import AvailableMemory, available_memory
 from expertstream.observers import LogHooks, get_log
 from expertstream.planner import Demand, Plan, make_plan
-from expertstream.policies import policy_names
+from expertstream.policies import policy_names, prepare_step
 from expertstream.resident import load_resident, resident_padding_bytes
 from expertstream.size_classes import SizeClass, size_classes
 from expertstream.slots import (
@@ -56,8 +57,10 @@ __all__ = [
     "AvailableMemory",
     "Backend",
     "BackendContractError",
+    "BackendNames",
     "BackendNotFound",
     "BackendOffer",
+    "BackendOption",
     "BackendStatus",
     "BackendUnavailable",
     "BudgetTooSmall",
@@ -68,6 +71,7 @@ __all__ = [
     "ConfigError",
     "ContextOverflow",
     "Counters",
+    "DeclaredOption",
     "Demand",
     "DeviceDescription",
     "DeviceOutOfMemory",
@@ -105,6 +109,7 @@ __all__ = [
     "open_backend",
     "open_checkpoint",
     "policy_names",
+    "prepare_step",
     "probe_backends",
     "resident_padding_bytes",
     "size_classes",

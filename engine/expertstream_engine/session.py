@@ -21,6 +21,7 @@ from expertstream import (
     UsageError,
     load_resident,
     load_settings,
+    prepare_step,
 )
 from expertstream_engine.demand import LARGEST_BATCH_TOKENS, PlannedRun, plan_run
 from expertstream_engine.model import MoeModel
@@ -74,10 +75,13 @@ class Model:
             ops = NumbaOps(settings.threads or usable_cores())
             types = weight_types(checkpoint)
             ops.prepare(types, lambda name: progress(f"kernel {name}", 0, 0))
+            progress("kernel layer step", 0, 0)
+            prepare_step(settings.policy)
             progress("slots", 0, planned.plan.expert_memory_bytes)
             self.streamer = opened.enter_context(ExpertStreamer(checkpoint, planned.plan, planned.backend, settings))
             resident = load_resident(checkpoint, settings.io_mode, lambda done, total: progress("weights", done, total))
             weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions)
+            progress("kernel threads", 0, 0)
             opened.enter_context(ops)
             self._decoder = MoeModel(shape, weights, ops, self.streamer, planned.plan.demand.context_tokens)
             self._opened = opened.pop_all()

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, Protocol
 
+import numpy as np
+
 from expertstream.errors import ConfigError
 from expertstream.policies.hotness import Hotness
 from expertstream.policies.lru import Lru
-from expertstream.residency import Ranks
+from expertstream.residency import Ranks, announce, free_slots, lease, make_tables, release
 
-__all__ = ["Policy", "make_policy", "policy_names"]
+__all__ = ["Policy", "make_policy", "policy_names", "prepare_step"]
 
 
 class Policy(Protocol):
@@ -41,6 +43,21 @@ _POLICIES: dict[str, Callable[[int, int], Policy]] = {"hotness": Hotness, "lru":
 def policy_names() -> tuple[str, ...]:
     """The names that the configuration may ask for."""
     return tuple(sorted(_POLICIES))
+
+
+def prepare_step(name: str) -> None:
+    """Compile the layer step of a policy, or take it from its cache: seconds on a first run, then milliseconds.
+
+    Without it the first step does the same.
+    """
+    policy, tables = make_policy(name, 1, 1), make_tables(1, 1, np.array([[0, 1]], np.int64))
+    expert, slots, found = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.uint8)
+    policy.select(policy.ranks, 0, expert, expert)
+    policy.layer_step(tables, policy.ranks, 0, expert, expert, slots, found)
+    announce(tables, 0, expert, True)
+    lease(tables, policy.ranks, 0, expert, slots, found)
+    release(tables, slots)
+    free_slots(tables, 0)
 
 
 def make_policy(name: str, expert_count: int, half_life_tokens: int) -> Policy:
