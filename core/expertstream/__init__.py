@@ -30,9 +30,19 @@ from expertstream.errors import (
     UsageError,
 )
 from expertstream.hookspecs import hookimpl
-from expertstream.machine import AvailableMemory, available_memory
-from expertstream.observers import LogHooks, get_log
-from expertstream.planner import Demand, Plan, make_plan
+from expertstream.hotlist import (
+    Hotlist,
+    choose_hotlist,
+    hotlist_beside,
+    hotlist_of,
+    read_hotlist,
+    refuse_unwritable,
+    write_hotlist,
+)
+from expertstream.log import get_log
+from expertstream.machine import AvailableMemory, available_memory, usable_cores
+from expertstream.observers import LogHooks
+from expertstream.planner import Demand, Plan, make_plan, smallest_expert_memory_bytes
 from expertstream.policies import policy_names, prepare_step
 from expertstream.resident import load_resident, resident_padding_bytes
 from expertstream.size_classes import SizeClass, size_classes
@@ -81,6 +91,7 @@ __all__ = [
     "ExpertPart",
     "ExpertStreamer",
     "ExpertstreamError",
+    "Hotlist",
     "Lease",
     "LogHooks",
     "MachineError",
@@ -99,9 +110,12 @@ __all__ = [
     "UnsupportedCheckpoint",
     "UsageError",
     "available_memory",
+    "choose_hotlist",
     "format_bytes",
     "get_log",
     "hookimpl",
+    "hotlist_beside",
+    "hotlist_of",
     "installed_backends",
     "load_resident",
     "load_settings",
@@ -111,6 +125,11 @@ __all__ = [
     "policy_names",
     "prepare_step",
     "probe_backends",
+    "read_hotlist",
+    "refuse_unwritable",
     "resident_padding_bytes",
     "size_classes",
+    "smallest_expert_memory_bytes",
+    "usable_cores",
+    "write_hotlist",
 ]

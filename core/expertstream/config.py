@@ -1,7 +1,8 @@
 """What a user can set, and where a value came from when it is wrong.
 
 Three places, the later one wins: a TOML file, EXPERTSTREAM_* variables, the options of a command line. A value
-is checked in every place where it is given, also where a later one replaces it.
+is checked in every place where it is given, also where a later one replaces it. Options of a backend are kept as
+they were given until that backend is opened, because only it knows their types.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from enum import Enum
@@ -27,20 +28,63 @@ IoMode = Literal["auto", "direct", "buffered"]
 
 ENVIRONMENT_PREFIX = "EXPERTSTREAM_"
 
+BackendNames = str | tuple[str, ...]
+"""One backend, or several to be tried in turn. As a text of a setting, separated by commas."""
+
+
+@frozen
+class BackendOption:
+    """One option of one backend as it was given: `value` is TOML's or the caller's, or text from the other places.
+
+    `source` says for people where it was written.
+    """
+
+    backend: str
+    key: str
+    value: object
+    place: Literal["code", "file", "variable", "option"] = "code"
+    source: str = "an option in the call"
+
+    def is_for(self, backend: str) -> bool:
+        """Whether it was given for the backend of that name. A variable's name has only letters, digits and _."""
+        return self.backend == (re.sub(r"\W", "_", backend).lower() if self.place == "variable" else backend)
+
+
+def _backend_names(value: object, _: object = None) -> BackendNames:
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise _refusal(value, "a backend's name or a list of names")
+    names = tuple(name.strip() for name in names)
+    if not names or "" in names:
+        raise _refusal(value, "a backend's name or a list of names: one of them is empty")
+    if len(set(names)) < len(names):
+        raise _refusal(value, "a list of different backends")
+    return names[0] if len(names) == 1 else names
+
+
+def _are_backend_names(instance: object, attribute: attrs.Attribute[BackendNames], value: BackendNames) -> None:
+    try:
+        _backend_names(value)
+    except ValueError as error:
+        raise ValueError(f"{attribute.name!r}: {error}") from None
+
 
 @frozen(kw_only=True)
 class StreamSettings:
     """What the core can be told. An engine adds its own by subclassing.
 
-    `expert_memory` None leaves the amount to the planner. Hotness scores halve every `half_life_tokens` tokens.
+    `expert_memory` None leaves the amount to the planner, `half_life_tokens` None the half-life to the policy.
+    `backends` are the options of backends, in the order given: [backends.NAME] in a file,
+    EXPERTSTREAM_BACKENDS__NAME__KEY, --backend-option NAME.KEY=VALUE.
     """
 
-    backend: str = field(validator=validators.min_len(1))
+    backend: BackendNames = field(validator=_are_backend_names)
+    backends: tuple[BackendOption, ...] = ()
     expert_memory: MemoryRequest | None = None
     policy: str = field(default="hotness", validator=validators.min_len(1))
     io_mode: IoMode = field(default="auto", validator=validators.in_(get_args(IoMode)))
     filler_threads: int = field(default=8, validator=[validators.ge(1), validators.le(64)])
-    half_life_tokens: int = field(default=16, validator=validators.ge(1))
+    half_life_tokens: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     read_timeout_s: int = field(default=120, validator=validators.ge(1))
 
 
@@ -56,9 +100,38 @@ def load_settings(
     tuple[X, ...] of these (in a variable: separated by commas), and X | None. Field validators must not look at
     other fields. Raises one ConfigError that lists everything wrong, each with the place where it was written.
     """
-    attrs.resolve_types(cls)
     fields = {attribute.name: attribute for attribute in attrs.fields(cls)}
     given = [*_from_file(file), *_from_environment(environ, fields), *_from_overrides(overrides)]
+    options = tuple(value for _, _, value, _ in given if isinstance(value, BackendOption))
+    if options:
+        given = [entry for entry in given if not isinstance(entry[2], BackendOption)]
+        given.append(("backends", options[0].source, options, _typed))
+    return _made(cls, given, lambda name: _where_to_set(name, file), "the settings")
+
+
+def make_options(cls: type[Settings], backend: str, given: Iterable[BackendOption]) -> Settings:
+    """The options of `backend` as an instance of its attrs class, from those of `given` that are for it.
+
+    Types, order and errors are those of `load_settings`.
+    """
+    entries = [
+        (option.key, option.source, option.value, _typed if option.place in ("code", "file") else _text)
+        for option in given
+        if option.is_for(backend)
+    ]
+
+    def where_to_set(key: str) -> str:
+        return f"give it as {key!r} in the table [backends.{backend}] or as --backend-option {backend}.{key}=VALUE"
+
+    return _made(cls, entries, where_to_set, f"the options of backend {backend!r}")
+
+
+def _made(
+    cls: type[Settings], given: Sequence[_Given], where_to_set: Callable[[str], str], all_of_them: str
+) -> Settings:
+    """An instance of `cls` from what was given, the later one winning, or one error that lists everything wrong."""
+    attrs.resolve_types(cls)
+    fields = {attribute.name: attribute for attribute in attrs.fields(cls)}
     problems: list[str] = []
     values: dict[str, object] = {}
     for name, source, value, converter in given:
@@ -69,16 +142,16 @@ def load_settings(
             values[name] = converter.structure(value, fields[name].type)
             _validate(fields[name], values[name])
         except (ValueError, ConfigError) as error:
-            problems.append(f"{source}: {error}")
+            problems.append(f"{source}: {_reason(error)}")
     for name, attribute in fields.items():
         if attribute.default is attrs.NOTHING and name not in {name for name, *_ in given}:
-            problems.append(f"{name} is not set; {_where_to_set(name, file)}")
+            problems.append(f"{name} is not set; {where_to_set(name)}")
     if problems:
         raise ConfigError("\n".join(problems))
     try:
         return cls(**values)
     except ValueError as error:
-        raise ConfigError(f"the settings do not go together: {error}") from error
+        raise ConfigError(f"{all_of_them} do not go together: {_reason(error)}") from error
 
 
 _Given = tuple[str, str, object, Converter]
@@ -99,7 +172,20 @@ def _from_file(file: Path | None) -> Iterator[_Given]:
     except ValueError as error:  # TOMLDecodeError, or what int() says of too many digits
         raise ConfigError(f"configuration file {file} is not TOML: {error}") from error
     for key, value in table.items():
-        yield key, f"{key!r} in {file}{_line_of(key, text)}", value, _typed
+        if key == "backends" and isinstance(value, dict):
+            yield from _from_tables(value, file, text)
+        else:
+            yield key, f"{key!r} in {file}{_line_of(key, text)}", value, _typed
+
+
+def _from_tables(tables: Mapping[str, object], file: Path, text: str) -> Iterator[_Given]:
+    for backend, table in tables.items():
+        if isinstance(table, dict):
+            for key, value in table.items():
+                source = f"'backends.{backend}.{key}' in {file}{_line_of_option(backend, key, text)}"
+                yield "backends", source, BackendOption(backend, key, value, "file", source), _typed
+        else:
+            yield "backends", f"'backends.{backend}' in {file}{_line_of('backends', text)}", table, _typed
 
 
 def _line_of(key: str, text: str) -> str:
@@ -109,22 +195,55 @@ def _line_of(key: str, text: str) -> str:
     return f", line {found}" if found else ""
 
 
+def _line_of_option(backend: str, key: str, text: str) -> str:
+    """Where an option stands in the table [backends.NAME], or else where such tables begin."""
+    backend_, key_ = (rf"[\"']?{re.escape(name)}[\"']?" for name in (backend, key))
+    inside = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("["):
+            inside = bool(re.match(rf"\s*\[\s*backends\s*\.\s*{backend_}\s*\]", line))
+        elif inside and re.match(rf"\s*{key_}\s*[.=]", line):
+            return f", line {number}"
+    return _line_of("backends", text)
+
+
 def _from_environment(environ: Mapping[str, str], fields: Mapping[str, object]) -> Iterator[_Given]:
     variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in fields}
     for variable, text in environ.items():
-        if variable.startswith(ENVIRONMENT_PREFIX):
-            yield variables.get(variable, variable), f"variable {variable}", text, _text
+        source = f"variable {variable}"
+        if variable.startswith(f"{ENVIRONMENT_PREFIX}BACKENDS__"):
+            _, backend, key = [*variable.lower().split("__", 2), ""][:3]
+            option = BackendOption(backend, key, text, "variable", source)
+            yield "backends", source, option if backend and key else text, _text
+        elif variable.startswith(ENVIRONMENT_PREFIX):
+            yield variables.get(variable, variable), source, text, _text
 
 
 def _from_overrides(overrides: Mapping[str, object]) -> Iterator[_Given]:
     for name, value in overrides.items():
-        if value is not None:
+        if name == "backends" and isinstance(value, list):
+            yield from map(_from_backend_option, value)
+        elif value is not None:
             yield name, f"option --{name.replace('_', '-')}", value, _typed
+
+
+def _from_backend_option(text: str) -> _Given:
+    """`text` is NAME.KEY=VALUE, where a name may hold dots."""
+    written, equals, value = text.partition("=")
+    backend, _, key = written.rpartition(".")
+    source = f"option --backend-option {written}"
+    whole = BackendOption(backend, key, value, "option", source) if backend and key and equals else text
+    return "backends", source, whole, _typed
 
 
 def _validate(attribute: attrs.Attribute[Any], value: object) -> None:
     if attribute.validator is not None:
         attribute.validator(None, attribute, value)
+
+
+def _reason(error: Exception) -> object:
+    """The message alone: some validators of attrs add the attribute, the choices and the value as arguments."""
+    return error.args[0] if error.args else type(error).__name__
 
 
 def _nearest(name: str, fields: Mapping[str, object]) -> str:
@@ -172,6 +291,16 @@ def _memory_request(value: object, _: object) -> MemoryRequest:
     if not isinstance(value, str):
         raise _refusal(value, 'an amount of memory, such as 8589934592, "8GiB", "25%" or "all"')
     return MemoryRequest.parse(value)
+
+
+def _backend_options(value: object, _: object) -> tuple[BackendOption, ...]:
+    if isinstance(value, tuple) and all(isinstance(option, BackendOption) for option in value):
+        return value
+    raise _refusal(
+        value,
+        "a backend's option: write it in a table [backends.NAME] of a file,"
+        f" as {ENVIRONMENT_PREFIX}BACKENDS__NAME__KEY=VALUE or as --backend-option NAME.KEY=VALUE",
+    )
 
 
 def _literal(value: object, wanted: Any) -> object:
@@ -222,6 +351,8 @@ def _converter(items: Callable[[Any], Sequence[object]]) -> Converter:
     converter.register_structure_hook_func(_is_of_kind(Literal), _literal)
     converter.register_structure_hook_func(_is_of_kind(tuple), structure_tuple)
     converter.register_structure_hook_func(_is_enumeration, _enumeration)
+    converter.register_structure_hook_func(lambda wanted: wanted == BackendNames, _backend_names)
+    converter.register_structure_hook_func(lambda wanted: wanted == tuple[BackendOption, ...], _backend_options)
     return converter
 
 

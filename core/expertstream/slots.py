@@ -6,6 +6,9 @@ owns memory: where the bytes lie and when a kernel sees them. A slot goes round 
     empty -> stage() -> host fills view -> commit_slot() -> readable -> empty
                  \\-> discard() -> empty
 
+A stream is a queue of work on the device, named by the number that the engine's array library gives it; work of
+one stream runs in order. Where kernels run in the calling thread, 0 is the only one and means nothing.
+
 Source of the cycle: ds4's expert cache (fill off to the side, publish once, never evict what a
 command in flight still reads).
 """
@@ -99,10 +102,10 @@ class Staging:
 
 @runtime_checkable
 class Commit(Protocol):
-    """A commit under way. Every method may be called from any thread."""
+    """A commit under way. Every method may be called from any thread, any number of times, also when it is over."""
 
     def done(self) -> bool:
-        """True once kernels see the bytes. Raises CommitFailed if they never will."""
+        """True once kernels see the bytes; never blocks. Raises CommitFailed if they never will."""
         ...
 
     def wait(self) -> None:
@@ -110,7 +113,10 @@ class Commit(Protocol):
         ...
 
     def order_before(self, stream: int) -> None:
-        """Make work launched on `stream` from now on see the bytes; never blocks the host."""
+        """Make work launched on `stream` from now on see the bytes; never blocks the host.
+
+        Raises CommitFailed where it is known already that they will not come; later, `done` and `wait` say so.
+        """
         ...
 
 
@@ -137,8 +143,10 @@ READY: Commit = _Ready()
 class SlotStore(Protocol):
     """`slot_count` equal slots in memory that kernels read.
 
-    Threads: `stage`, `discard` and `mark_read` may run at once for different slots, and the core never
-    runs two of them at once for the same slot. `close` runs once, last, when no staging is leased.
+    Threads: `stage`, `commit_slot`, `discard` and `mark_read` may run at once for different slots, and the core
+    never runs two of them at once for the same slot. `device_view` and `read_back` may be called from any thread at
+    any time. `close` runs last, when no staging is leased. After it, methods that take a slot raise StoreClosed where
+    they would touch its memory.
     """
 
     @property
@@ -152,10 +160,10 @@ class SlotStore(Protocol):
         ...
 
     def stage(self, slot: int) -> Staging:
-        """Lease host bytes for `slot`; blocks while every staging buffer is in use.
+        """Lease host bytes for `slot`, slot_bytes of them with undefined content; blocks while no buffer is free.
 
-        Where staging *is* the slot, it also blocks until the reads announced by `mark_read` are over.
-        Raises StoreClosed, IndexError.
+        A buffer is free when its lease has ended and its copy to the slot is over. Where staging *is* the slot, it
+        blocks instead until the reads announced by `mark_read` are over. Raises StoreClosed, IndexError.
         """
         ...
 
@@ -164,17 +172,23 @@ class SlotStore(Protocol):
         ...
 
     def mark_read(self, slot: int, stream: int) -> None:
-        """Work launched so far on `stream` reads `slot`: new bytes must not land before it ends."""
+        """Work launched so far on `stream` reads `slot`: new bytes must not land before it ends. Never blocks."""
         ...
 
     def device_view(self, slot: int) -> object:
-        """What kernels are given: shape (slot_bytes,), uint8, with DLPack. Dies with the store."""
+        """What kernels are given: shape (slot_bytes,), uint8, with DLPack; the same memory at every call.
+
+        Dies with the store. Raises StoreClosed, IndexError.
+        """
         ...
 
     def read_back(self, slot: int) -> bytes:
-        """Copy a readable slot to the host the way a kernel would read it. Slow; for checks."""
+        """Copy a readable slot to the host the way a kernel would read it. Slow; for checks.
+
+        Raises StoreClosed, IndexError.
+        """
         ...
 
     def close(self) -> None:
-        """Wait for commits under way, then free everything. A second call does nothing."""
+        """Wait for commits and announced reads under way, then free everything. A second call does nothing."""
         ...

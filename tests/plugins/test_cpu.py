@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +18,7 @@ from expertstream import (
     SlotPart,
     StoreClosed,
     available_memory,
+    installed_backends,
     open_backend,
 )
 
@@ -25,6 +28,23 @@ LAYOUT = SlotLayout((SlotPart("gate", 0, 8192), SlotPart("down", 8192, 4096)))
 @pytest.fixture
 def backend() -> Backend:
     return open_backend("cpu")
+
+
+def test_it_comes_in_through_an_entry_point_like_a_strangers() -> None:
+    assert [offer.distribution for offer in installed_backends()["cpu"]] == ["expertstream"]
+
+
+def test_a_kernel_without_huge_pages_is_no_obstacle(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mapping(mmap.mmap):
+        """Memory of a kernel that was built without transparent huge pages."""
+
+        def madvise(self, *advice: int) -> None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(mmap, "mmap", Mapping)
+    store = backend.alloc_slot_store(LAYOUT, 2)
+    assert len(store.read_back(1)) == LAYOUT.slot_bytes
+    store.close()
 
 
 def test_the_staging_is_the_slot(backend: Backend) -> None:
@@ -61,6 +81,15 @@ def test_eight_threads_fill_eight_slots_at_once(backend: Backend) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(fill, range(8)))
+    store.close()
+
+
+def test_an_alignment_above_a_page_is_kept_by_every_slot(backend: Backend) -> None:
+    layout = SlotLayout(LAYOUT.parts, alignment=16 * mmap.PAGESIZE)
+    store = backend.alloc_slot_store(layout, 3)
+    addresses = [np.asarray(store.device_view(slot)).ctypes.data for slot in range(3)]
+    assert [address % layout.alignment for address in addresses] == [0, 0, 0]
+    assert len(store.stage(2).view) == layout.slot_bytes
     store.close()
 
 

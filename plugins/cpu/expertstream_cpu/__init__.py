@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import platform
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +26,18 @@ from expertstream import (
     hookimpl,
 )
 
+EXPERTSTREAM_CONTRACT = 1
+
 
 class HostStore:
-    """Slots one after the other in one anonymous mapping, page-aligned, in huge pages where the system has them."""
+    """Slots one after the other in one anonymous mapping, each aligned, in huge pages where the system has them."""
 
     def __init__(self, layout: SlotLayout, slot_count: int) -> None:
         self.layout = layout
         self.slot_count = slot_count
-        size_bytes = slot_count * layout.slot_bytes
+        stride_bytes = -(-layout.slot_bytes // layout.alignment) * layout.alignment
+        # A mapping begins at a page; a larger alignment is found inside it.
+        size_bytes = slot_count * stride_bytes + max(layout.alignment - mmap.PAGESIZE, 0)
         try:
             memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
@@ -42,10 +47,12 @@ class HostStore:
                 f" {free_bytes} are available: {error}"
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer page faults and TLB misses; direct reads pin fewer pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._slots: NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8, size_bytes).reshape(
-            slot_count, layout.slot_bytes
-        )
+            with suppress(OSError):  # EINVAL from a kernel that was built without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        everything = np.frombuffer(memory, np.uint8)
+        first = -everything.ctypes.data % layout.alignment
+        strides = everything[first : first + slot_count * stride_bytes].reshape(slot_count, stride_bytes)
+        self._slots: NDArray[np.uint8] | None = strides[:, : layout.slot_bytes]
 
     def stage(self, slot: int) -> Staging:
         """The slot itself. Reads announced on a stream are over when the kernel's call returns, so nothing waits."""

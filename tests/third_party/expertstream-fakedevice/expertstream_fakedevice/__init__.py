@@ -1,0 +1,100 @@
+"""A discrete device made of threads: memory of its own, copies that arrive late, streams that run in order."""
+
+import queue
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+
+from expertstream import DeviceOutOfMemory, SlotBudget, Staging, StoreClosed, available_memory, hookimpl
+
+EXPERTSTREAM_CONTRACT = 1  # the version of the contract that this module was written for
+
+
+def aligned_rows(count, size_bytes, alignment):
+    stride = -(-size_bytes // alignment) * alignment
+    memory = np.zeros(count * stride + alignment, np.uint8)
+    return memory[-memory.ctypes.data % alignment :][: count * stride].reshape(count, stride)[:, :size_bytes]
+
+
+class DeviceStore:
+    def __init__(self, layout, slot_count, staging_count=2, copy_s=0.002):
+        self.layout, self.slot_count, self.copy_s = layout, slot_count, copy_s
+        self.slots = aligned_rows(slot_count, layout.slot_bytes, layout.alignment)
+        self.streams, self.reads = {}, {}  # reads: slot -> stream -> event after the last one announced
+        self.idle = queue.Queue()  # the staging buffers that neither a lease nor a copy uses
+        for buffer in aligned_rows(staging_count, layout.slot_bytes, layout.alignment):
+            self.idle.put(buffer)
+
+    def launch(self, stream, work, *arguments):
+        return self.streams.setdefault(stream, ThreadPoolExecutor(1)).submit(work, *arguments)
+
+    def stage(self, slot):
+        self.device_view(slot)  # refuses a closed store, and a slot that does not exist
+        return Staging(slot, self.idle.get().data)  # waits while every buffer is in use
+
+    def discard(self, staging):
+        self.idle.put(np.asarray(staging.view))
+
+    def commit(self, staging):
+        event = self.launch("copies", self.copy, staging, self.reads.pop(staging.slot, {}))  # set when it has ended
+        event.add_done_callback(lambda _: self.discard(staging))  # not lent again before
+        return SimpleNamespace(
+            done=lambda: event.done() and event.result() is None,  # raises what the copy raised
+            wait=event.result,
+            order_before=lambda stream: self.launch(stream, event.exception),  # the stream waits, the host does not
+        )
+
+    def copy(self, staging, reads):
+        for event in reads.values():
+            event.result()  # new bytes must not land under a kernel that still reads the old ones
+        time.sleep(self.copy_s)
+        self.slots[staging.slot] = staging.view
+
+    def mark_read(self, slot, stream):
+        self.reads.setdefault(slot, {})[stream] = self.launch(stream, lambda: None)  # ends after the reads
+
+    def device_view(self, slot):
+        if self.slots is None:
+            raise StoreClosed("this slot store is closed")
+        if not 0 <= slot < self.slot_count:
+            raise IndexError(f"slot {slot} of a store with {self.slot_count} slots")
+        return self.slots[slot]
+
+    def read_back(self, slot):
+        return self.device_view(slot).tobytes()
+
+    def close(self):
+        for stream in self.streams.values():
+            stream.shutdown()  # waits for what is under way
+        self.slots = None
+
+
+@hookimpl
+def host_memory_is_device_addressable():
+    return False
+
+
+@hookimpl
+def budget_for_expert_size(expert_bytes, resident_bytes, asked):
+    room = max(available_memory().bytes - resident_bytes, 0) // expert_bytes
+    return SlotBudget(room if asked is None else min(asked, room), f"{room} slots fit beside {resident_bytes} bytes")
+
+
+@hookimpl
+def alloc_slot_store(layout, slot_count):
+    try:
+        return DeviceStore(layout, slot_count)
+    except MemoryError as error:
+        raise DeviceOutOfMemory(f"asked: {slot_count * layout.slot_bytes}, free: {available_memory().bytes}") from error
+
+
+@hookimpl
+def commit_slot(store, staging):
+    return store.commit(staging)
+
+
+@hookimpl
+def launch_read(store, slot, stream, after_ms):
+    return store.launch(stream, lambda: time.sleep(after_ms / 1000) or store.read_back(slot)).result
