@@ -1,12 +1,13 @@
-"""How much memory this process may still take, and which number says so.
+"""How much of the machine this process may take: memory, with the number that says so, and cores.
 
-Two kinds of numbers bound it: what the host has available, and the limits of the control groups that the process
-is in, each group on the path to the root. Files that cannot be read are reported, never fatal.
-Sources: proc(5), the kernel's admin-guide/cgroup-v2 and admin-guide/cgroup-v1/memory.
+Two kinds of numbers bound it: what the host has, and the limits of the control groups that the process is in, each
+group on the path to the root. Files that cannot be read are reported, never fatal.
+Sources: proc(5), the kernel's admin-guide/cgroup-v2, admin-guide/cgroup-v1/memory and scheduler/sched-bwc.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -40,7 +41,11 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
     """
     unread: list[str] = []
     host_bytes, host_reason = _host_available(root, unread)
-    rooms = [room for group in _groups(root, unread) for room in _rooms(group, unread)]
+    rooms = [
+        room
+        for directory, version in _group_directories(root, "memory", unread)
+        for room in _rooms(_MEMORY_FILES[version](directory), unread)
+    ]
     tightest = min(rooms, key=lambda room: room.bytes, default=None)
     if tightest is None:
         return AvailableMemory(host_bytes, host_reason, host_bytes, unread=tuple(unread))
@@ -53,6 +58,20 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
         limit_path=tightest.limit_path,
         unread=tuple(unread),
     )
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """How many cores this process may keep busy, at least 1: those it may run on, or less by its groups' quotas.
+
+    `root` is where /proc and /sys are looked for. Part of a core counts as one.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    unread: list[str] = []
+    shares = [_core_share(*group, unread) for group in _group_directories(root, "cpu", unread)]
+    return max(1, min([cores, *(math.ceil(share) for share in shares if share is not None)]))
 
 
 @frozen
@@ -105,17 +124,20 @@ def _host_available(root: Path, unread: list[str]) -> tuple[int, str]:
     raise MachineError(f"nothing says how much memory there is: no MemAvailable in {meminfo}, no page count in sysconf")
 
 
-def _groups(root: Path, unread: list[str]) -> Iterator[_Group]:
-    """Every visible group on the way from this process to the root of each hierarchy that limits memory."""
+def _group_directories(root: Path, controller: str, unread: list[str]) -> Iterator[tuple[Path, str]]:
+    """Every visible group on the way from this process to the root of each hierarchy that may have the controller.
+
+    Each with the version of the interface, "cgroup" or "cgroup2", as mounts name them.
+    """
     paths: dict[str, str] = {}
     for number, controllers, path in _MEMBERSHIP.findall(_text_of(root / "proc/self/cgroup", unread) or ""):
-        if "memory" in controllers.split(","):
+        if controller in controllers.split(","):
             paths["cgroup"] = path
         elif number == "0" and not controllers:
             paths["cgroup2"] = path
     for mount in _MOUNT.finditer(_text_of(root / "proc/self/mountinfo", unread) or ""):
         kind, mount_root, mount_point = mount["kind"], _unescaped(mount["root"]), _unescaped(mount["point"])
-        if kind not in paths or (kind == "cgroup" and "memory" not in mount["options"].split(",")):
+        if kind not in paths or (kind == "cgroup" and controller not in mount["options"].split(",")):
             continue
         below = _below_mount(paths[kind], mount_root)
         if below is None:
@@ -125,7 +147,7 @@ def _groups(root: Path, unread: list[str]) -> Iterator[_Group]:
         for depth in range(len(names), -1, -1):
             directory = (root / mount_point.lstrip("/")).joinpath(*names[:depth])
             if os.path.isdir(directory):
-                yield _v2(directory) if kind == "cgroup2" else _v1(directory)
+                yield directory, kind
             else:
                 unread.append(f"{directory} is not visible")
 
@@ -171,6 +193,8 @@ def _v1(directory: Path) -> _Group:
     )
 
 
+_MEMORY_FILES = {"cgroup": _v1, "cgroup2": _v2}
+
 _NO_LIMIT_BYTES = 1 << 60
 """Version 1 has no word for "no limit": it shows the largest multiple of a page, just below 2^63."""
 
@@ -197,6 +221,17 @@ def _reclaimable_bytes(group: _Group, unread: list[str]) -> int:
     numbers = {name: int(number) for name, number in re.findall(r"^(\w+) (\d+)$", text, re.MULTILINE)}
     clean = sum(numbers.get(name, 0) for name in group.cache) - sum(numbers.get(name, 0) for name in group.dirty)
     return max(0, clean)
+
+
+def _core_share(directory: Path, version: str, unread: list[str]) -> float | None:
+    """Cores that the quota of one group is worth, None where it has none."""
+    if version == "cgroup2":
+        names: tuple[str, ...] = ("cpu.max",)  # "max 100000" or, in microseconds, "QUOTA PERIOD"
+    else:
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")  # -1 is no quota
+    texts = [_text_of(directory / name, unread) or "" for name in names]
+    found = re.fullmatch(r"([0-9]{1,19}) ([0-9]{1,19})", " ".join(" ".join(texts).split()))
+    return int(found[1]) / int(found[2]) if found and int(found[2]) else None
 
 
 def _number_in(path: Path, unread: list[str]) -> int | None:

@@ -1,4 +1,4 @@
-"""What watches a run: the log, and the hook wrappers that write the backend's answers into it.
+"""What watches a run: the hook wrappers that write the backend's answers into the log.
 
 It never changes an answer. Events are short constant names with fields; nothing is logged on a hit or on a
 commit that succeeds, and nothing is ever written to standard output by default.
@@ -6,27 +6,11 @@ commit that succeeds, and nothing is ever written to standard output by default.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator, MutableMapping
-from typing import Any, cast
-
-import structlog
-from structlog.typing import FilteringBoundLogger, WrappedLogger
+from collections.abc import Generator
 
 from expertstream.hookspecs import hookimpl
+from expertstream.log import get_log
 from expertstream.slots import Commit, SlotBudget, SlotLayout, SlotStore, Staging
-
-LOGGER_NAME = "expertstream"
-
-
-def get_log() -> FilteringBoundLogger:
-    """The log of this library: structlog's as the application configured it, else the standard logger "expertstream".
-
-    Call it when there is something to log and do not keep it, so that a later `structlog.configure` counts.
-    """
-    if structlog.is_configured():
-        return cast(FilteringBoundLogger, structlog.get_logger(LOGGER_NAME))
-    return _standard_log
 
 
 class LogHooks:
@@ -67,21 +51,3 @@ class LogHooks:
 
 def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _as_log_arguments(
-    _logger: WrappedLogger, _method: str, event: MutableMapping[str, Any]
-) -> tuple[tuple[str], dict[str, Any]]:
-    """`event key=value ...` as the message of a standard log record."""
-    name = event.pop("event")
-    arguments = {key: event.pop(key) for key in ("exc_info", "stack_info") if key in event}
-    return (" ".join([name, *(f"{key}={value!r}" for key, value in event.items())]),), arguments
-
-
-_standard_log: FilteringBoundLogger = structlog.wrap_logger(
-    logging.getLogger(LOGGER_NAME),
-    processors=[structlog.stdlib.filter_by_level, _as_log_arguments],
-    wrapper_class=structlog.stdlib.BoundLogger,
-    context_class=dict,
-    cache_logger_on_first_use=False,
-)

@@ -147,6 +147,11 @@ class Plan:
         }
 
 
+def smallest_expert_memory_bytes(checkpoint: Checkpoint) -> int:
+    """The least bytes of slots that a step can run with: in each size class, room for the experts of one token."""
+    return checkpoint.experts_per_token * sum(group.layout.slot_bytes for group in size_classes(checkpoint))
+
+
 def make_plan(
     checkpoint: Checkpoint,
     demand: Demand,
@@ -161,9 +166,9 @@ def make_plan(
     suffice, BackendContractError where the backend grants more than was asked.
     """
     classes = size_classes(checkpoint)
-    smallest = tuple(min(checkpoint.experts_per_token, size_class.largest_step) for size_class in classes)
+    smallest = (checkpoint.experts_per_token,) * len(classes)
     every = tuple(size_class.expert_count for size_class in classes)
-    smallest_bytes = _slots_bytes(classes, smallest)
+    smallest_bytes = smallest_expert_memory_bytes(checkpoint)
     one_pool = backend.host_memory_is_device_addressable()
     notes: list[str] = []
 
@@ -197,7 +202,7 @@ def _requested(
     if request.every_expert:
         return tuple(every)
     budget_bytes = request.resolve(checkpoint.routed_bytes)
-    smallest_bytes = _slots_bytes(classes, smallest)
+    smallest_bytes = smallest_expert_memory_bytes(checkpoint)
     if budget_bytes < smallest_bytes:
         needs = ", ".join(
             f"{slot_count} slots of {size_class.layout.slot_bytes} bytes for {_layers(size_class)}"
@@ -329,12 +334,8 @@ def _granted(
 def _thrashing(checkpoint: Checkpoint, plans: Sequence[ClassPlan]) -> Iterator[str]:
     """A warning for each class that cannot hold what one token uses there: its experts return after their eviction."""
     for plan in plans:
-        per_token = sum(
-            min(checkpoint.experts_per_token, layer.expert_count)
-            for layer in checkpoint.layers
-            if layer.layer in plan.size_class.layers
-        )
-        if plan.slot_count < min(per_token, plan.size_class.expert_count):
+        per_token = checkpoint.experts_per_token * len(plan.size_class.layers)
+        if plan.slot_count < per_token:
             yield (
                 f"{plan.slot_count} slots for {_layers(plan.size_class)} are fewer than the {per_token} experts that "
                 f"one token uses there; below {per_token * plan.slot_bytes} bytes every token reads nearly all of them "

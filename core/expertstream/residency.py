@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from expertstream.compiling import Compiler
+
+_compiler = Compiler(__file__)
 
 EMPTY, LOADING, READABLE, QUARANTINED = 0, 1, 2, 3
 """What a slot is. QUARANTINED: a read that never returned may still write there; it is not used again."""
@@ -19,7 +22,7 @@ READY, MISS, UNDERWAY = 0, 1, 2
 """What a leased expert is: readable now; to be loaded by the caller; being loaded for an earlier lease."""
 
 EXHAUSTED, OUT_OF_RANGE = -1, -2
-"""Answers of `lease` that changed nothing: too few slots are free of leases; an expert that does not exist."""
+"""Answers of `lease` that leased nothing: too few slots are free of leases; an expert that does not exist."""
 
 
 class Tables(NamedTuple):
@@ -27,7 +30,8 @@ class Tables(NamedTuple):
 
     slot_of (int32, experts): the slot of an expert or -1. expert_of (int32, slots): its inverse.
     state (uint8, slots). leases (int32, slots). turn (int32, slots): 0, or 1 + when the step under way will
-    need what the slot holds. slot_range (int64, layers x 2): first and end of the slots that a layer may use.
+    need what the slot holds. slot_range (int64, layers x 2): first and end of the slots that a layer may use. victims
+    (int64, experts of a layer) is room for the step's own use.
     """
 
     slot_of: NDArray[np.int32]
@@ -36,6 +40,7 @@ class Tables(NamedTuple):
     leases: NDArray[np.int32]
     turn: NDArray[np.int32]
     slot_range: NDArray[np.int64]
+    victims: NDArray[np.int64]
 
 
 class Ranks(NamedTuple):
@@ -58,6 +63,7 @@ def make_tables(layer_count: int, experts_per_layer: int, slot_range: NDArray[np
         leases=np.zeros(slot_count, np.int32),
         turn=np.zeros(slot_count, np.int32),
         slot_range=slot_range,
+        victims=np.empty(experts_per_layer, np.int64),
     )
 
 
@@ -68,7 +74,13 @@ def make_ranks(expert_count: int) -> Ranks:
     )
 
 
-@njit(nogil=True, cache=True)
+def use_in_turn(ranks: Ranks, experts: NDArray[np.int64]) -> None:
+    """Note a use of each of these distinct experts, one step after the other."""
+    ranks.last_use[experts] = ranks.clock[0] + 1 + np.arange(experts.size)
+    ranks.clock[0] += experts.size
+
+
+@_compiler.njit(nogil=True, cache=True)
 def lease(
     tables: Tables,
     ranks: Ranks,
@@ -79,9 +91,10 @@ def lease(
 ) -> int:
     """Lease a slot for each expert of a layer, all or none; the answer is how many are not READY, or an error.
 
-    Fills `slots` and `found` (READY, MISS or UNDERWAY). A MISS has its victim's slot already, in state LOADING.
-    Victims are empty slots, then by rank and last use; never a leased, loading or quarantined slot, nor one
-    that the step under way needs, unless nothing else is left: then the one whose turn comes last.
+    Fills `slots` (-1 on an error) and `found` (READY, MISS or UNDERWAY). A MISS has its victim's slot already, in state
+    LOADING. Victims are empty slots, then by rank and last use; never a leased, loading or quarantined slot, nor one
+    that the step under way needs, unless nothing else is left: then the one whose turn comes last. What is leased has
+    had its turn.
     """
     base = layer * (tables.slot_of.size // tables.slot_range.shape[0])
     experts_per_layer = tables.slot_of.size // tables.slot_range.shape[0]
@@ -89,26 +102,29 @@ def lease(
     waiting = 0
     for i in range(experts.size):
         if experts[i] < 0 or experts[i] >= experts_per_layer:
+            for before in range(i):
+                if found[before] != MISS:
+                    tables.leases[slots[before]] -= 1
+            slots[:] = -1
             return OUT_OF_RANGE
         slot = tables.slot_of[base + experts[i]]
         slots[i] = slot
         if slot < 0:
             found[i] = MISS
             missing += 1
-        elif tables.state[slot] == READABLE:
-            found[i] = READY
-            tables.leases[slot] += 1
         else:
-            found[i] = UNDERWAY
-            waiting += 1
+            found[i] = READY if tables.state[slot] == READABLE else UNDERWAY
+            waiting += found[i] == UNDERWAY
             tables.leases[slot] += 1
+            tables.turn[slot] = 0
     if missing == 0:
         return waiting
-    victims = np.empty(missing, np.int64)
-    if _choose_victims(tables, ranks, layer, victims) < missing:
+    victims = tables.victims[:missing]
+    if victims.size < missing or _choose_victims(tables, ranks, layer, victims) < missing:
         for i in range(experts.size):
             if found[i] != MISS:
                 tables.leases[slots[i]] -= 1
+        slots[:] = -1
         return EXHAUSTED
     used = 0
     for i in range(experts.size):
@@ -133,14 +149,15 @@ def lease(
     return missing + waiting
 
 
-@njit(nogil=True, cache=True)
+@_compiler.njit(nogil=True, cache=True)
 def release(tables: Tables, slots: NDArray[np.int64]) -> None:
-    """End one lease on each slot."""
+    """End one lease on each slot; -1 is none."""
     for i in range(slots.size):
-        tables.leases[slots[i]] -= 1
+        if slots[i] >= 0:
+            tables.leases[slots[i]] -= 1
 
 
-@njit(nogil=True, cache=True)
+@_compiler.njit(nogil=True, cache=True)
 def announce(tables: Tables, layer: int, experts: NDArray[np.int64], needed: bool) -> int:
     """Mark the resident ones of `experts` as needed in this order by the step under way, or take the marks away.
 
@@ -158,13 +175,13 @@ def announce(tables: Tables, layer: int, experts: NDArray[np.int64], needed: boo
     return resident
 
 
-@njit(nogil=True, cache=True)
-def free_slots(tables: Tables, layer: int) -> int:
-    """How many slots of the layer's class could be given to a new expert now."""
+@_compiler.njit(nogil=True, cache=True)
+def free_slots(tables: Tables, layer: int, spare: bool) -> int:
+    """How many slots of the layer's class could be given to a new expert now; `spare`: without what a step needs."""
     count = 0
     for slot in range(tables.slot_range[layer, 0], tables.slot_range[layer, 1]):
-        state = tables.state[slot]
-        if tables.leases[slot] == 0 and state in (EMPTY, READABLE):
+        is_free = tables.leases[slot] == 0 and tables.state[slot] in (EMPTY, READABLE)
+        if is_free and not (spare and tables.turn[slot] != 0):
             count += 1
     return count
 
@@ -175,16 +192,20 @@ def publish(tables: Tables, slot: int) -> None:
         tables.state[slot] = READABLE
 
 
-def forget(tables: Tables, slot: int, quarantine: bool = False) -> None:
-    """The slot's load failed: its expert is nowhere. Leases on the slot stay until they are released."""
+def forget(tables: Tables, slot: int, *, quarantine: bool) -> None:
+    """The slot's load failed: its expert is nowhere. Leases on the slot stay until they are released.
+
+    Without `quarantine` it also takes a slot out of quarantine.
+    """
     expert = tables.expert_of[slot]
     if expert >= 0:
         tables.slot_of[expert] = -1
     tables.expert_of[slot] = -1
+    tables.turn[slot] = 0
     tables.state[slot] = QUARANTINED if quarantine else EMPTY
 
 
-@njit(nogil=True, cache=True)
+@_compiler.njit(nogil=True, cache=True)
 def _choose_victims(tables: Tables, ranks: Ranks, layer: int, victims: NDArray[np.int64]) -> int:
     """Fill `victims` with the slots to give up, first one first; the answer is how many there are."""
     chosen = 0
@@ -206,7 +227,7 @@ def _choose_victims(tables: Tables, ranks: Ranks, layer: int, victims: NDArray[n
     return chosen
 
 
-@njit(nogil=True, cache=True)
+@_compiler.njit(nogil=True, cache=True)
 def _goes_before(tables: Tables, ranks: Ranks, slot: int, other: int) -> bool:
     """Is `slot` a better victim than `other`? Equals keep their order, so the lower slot goes first."""
     turn, other_turn = tables.turn[slot], tables.turn[other]

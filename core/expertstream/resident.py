@@ -13,11 +13,13 @@ from attrs import frozen
 from numpy.typing import NDArray
 
 from expertstream.checkpoint.index import Checkpoint, TensorInfo
+from expertstream.config import IoMode
 from expertstream.errors import DeviceOutOfMemory
-from expertstream.filler.files import IoMode, PartRead, SourceFile
-from expertstream.slots import IO_ALIGNMENT_BYTES
+from expertstream.filler import Fill, Filler, PartRead
+from expertstream.slots import IO_ALIGNMENT_BYTES, READY, SlotLayout, SlotPart, Staging
 
-_PIECE_BYTES = 32 << 20  # between two reports of progress; a multiple of IO_ALIGNMENT_BYTES
+_PIECE_BYTES = 16 << 20  # between two reports of progress; a multiple of IO_ALIGNMENT_BYTES
+_THREADS = 4  # enough large reads under way to keep a drive busy
 
 
 def resident_padding_bytes(checkpoint: Checkpoint) -> int:
@@ -34,31 +36,45 @@ def load_resident(
     MachineError for io_mode "direct" where it is refused, DeviceOutOfMemory.
     """
     runs = _runs(checkpoint)
-    size_bytes = sum(run.room_bytes for run in runs)
+    size_bytes = max(sum(run.room_bytes for run in runs), IO_ALIGNMENT_BYTES)
     try:
-        memory = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise DeviceOutOfMemory(f"{size_bytes} bytes of resident tensors cannot be allocated: {error}") from error
-    arena = np.frombuffer(memory, np.uint8)
+    arena = _Arena(SlotLayout((SlotPart("resident", 0, size_bytes),)), np.frombuffer(memory, np.uint8))
     tensors: dict[str, NDArray[np.uint8]] = {}
-    room_start = done = 0
-    sources = {run.file: SourceFile(checkpoint.files[run.file], io_mode) for run in runs}
-    try:
-        for run in runs:
-            first_position = room_start + run.offset % IO_ALIGNMENT_BYTES
-            for piece in _pieces(run, first_position, room_start):
-                sources[run.file].read(piece, arena.data, lambda path, offset, length: None)
-                done += piece.length
-                progress(min(done, checkpoint.resident_bytes), checkpoint.resident_bytes)
-            for tensor in run.tensors:
-                position = first_position + tensor.offset - run.offset
-                tensors[tensor.name] = arena[position : position + tensor.nbytes]
-                tensors[tensor.name].flags.writeable = False
-            room_start += run.room_bytes
-    finally:
-        for source in sources.values():
-            source.close()
+    pieces: list[PartRead] = []
+    room_start = 0
+    for run in runs:
+        first_position = room_start + run.offset % IO_ALIGNMENT_BYTES
+        pieces += _pieces(run, first_position, room_start)
+        for tensor in run.tensors:
+            position = first_position + tensor.offset - run.offset
+            tensors[tensor.name] = arena.memory[position : position + tensor.nbytes]
+            tensors[tensor.name].flags.writeable = False
+        room_start += run.room_bytes
+    with Filler(checkpoint.files, lambda store, staging: READY, thread_count=_THREADS, io_mode=io_mode) as filler:
+        done = 0
+        tickets = filler.submit([Fill(arena, 0, (piece,), "resident tensors") for piece in pieces])
+        for ticket, piece in zip(tickets, pieces, strict=True):
+            ticket.wait()
+            done += piece.length
+            progress(min(done, checkpoint.resident_bytes), checkpoint.resident_bytes)
     return tensors
+
+
+@frozen(eq=False)
+class _Arena:
+    """The mapping as a store of one slot, which is filled piece by piece."""
+
+    layout: SlotLayout
+    memory: NDArray[np.uint8]
+
+    def stage(self, slot: int) -> Staging:
+        return Staging(slot, self.memory.data)
+
+    def discard(self, staging: Staging) -> None:
+        """Nothing to give back."""
 
 
 @frozen

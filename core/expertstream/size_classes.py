@@ -17,15 +17,13 @@ from expertstream.slots import IO_ALIGNMENT_BYTES, SlotLayout, SlotPart
 class SizeClass:
     """Layers whose experts have equal part names and part sizes, and the slot that fits any of them.
 
-    `layers` are block numbers, ascending; `expert_count` counts the experts of all of them;
-    `largest_step` is the most experts that one of the layers has.
+    `layers` are block numbers, ascending; `expert_count` counts the experts of all of them.
     """
 
     layers: tuple[int, ...]
     layout: SlotLayout
     expert_bytes: int
     expert_count: int
-    largest_step: int
 
 
 def size_classes(checkpoint: Checkpoint) -> tuple[SizeClass, ...]:
@@ -55,5 +53,4 @@ def _size_class(layers: list[ExpertLayer]) -> SizeClass:
         layout=SlotLayout(tuple(parts)),
         expert_bytes=layers[0].expert_bytes,
         expert_count=sum(layer.expert_count for layer in layers),
-        largest_step=max(layer.expert_count for layer in layers),
     )

@@ -6,7 +6,9 @@ backend says where slots live, the policy says which expert goes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import groupby
 from operator import add, sub
 from threading import Lock
 from types import TracebackType
@@ -18,17 +20,18 @@ from numpy.typing import NDArray
 
 from expertstream import residency
 from expertstream.backends import Backend
-from expertstream.checkpoint.index import Checkpoint
-from expertstream.config import StreamSettings
+from expertstream.checkpoint.index import Checkpoint, ExpertLayer
+from expertstream.config import IoMode
 from expertstream.errors import StoreClosed, UsageError
 from expertstream.filler import Fill, Filler, OpenFile, PartRead, Ticket, open_raw_file
-from expertstream.observers import get_log
+from expertstream.log import get_log
 from expertstream.planner import Plan
 from expertstream.policies import make_policy
 from expertstream.size_classes import part_shift
 from expertstream.slots import ExpertKey, SlotStore
 
-_LOOKAHEAD = 16  # experts read ahead within a step in rounds: enough to keep a drive's queue full, few slots to churn
+LOOKAHEAD = 16
+"""Experts that a step in rounds has under way or leased at once: a drive's queue is full, and few slots churn."""
 
 
 @frozen
@@ -36,7 +39,8 @@ class Counters:
     """What has been counted since the streamer was opened; the difference of two is what lay between.
 
     `steps` are layer steps, `exhausted` those that needed more experts than their class has slots and ran in
-    rounds. An expert that a step needs is a hit or a miss, once. `expert_bytes_read` are the experts' own bytes.
+    rounds. An expert that a step needs is a hit or a miss, once. `expert_bytes_read` are the experts' own bytes, those
+    of seeds included.
     """
 
     steps: int = 0
@@ -65,39 +69,19 @@ class Lease:
     are readable from the start; those at `pending` once `wait` has returned.
     """
 
-    __slots__ = ("_found", "_released", "_streamer", "experts", "layer", "slots")
+    __slots__ = ("_loads", "_streamer", "experts", "layer", "pending", "ready", "slots")
 
-    def __init__(
-        self,
-        streamer: ExpertStreamer,
-        layer: int,
-        experts: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        found: NDArray[np.uint8] | None,
-    ) -> None:
+    def __init__(self, streamer: ExpertStreamer, layer: int, experts: NDArray[np.int64]) -> None:
         self.layer = layer
         self.experts = experts
-        self.slots = slots
-        self._streamer = streamer
-        self._found = found
-        self._released = False
+        self.slots = np.full(experts.size, -1, np.int64)  # so that a release before the slots are known ends nothing
+        self.ready = streamer._positions[: experts.size]
+        self.pending = streamer._positions[:0]
+        self._streamer: ExpertStreamer | None = streamer
+        self._loads: Sequence[_Load] = ()
 
     def __len__(self) -> int:
         return len(self.experts)
-
-    @property
-    def ready(self) -> NDArray[np.int64]:
-        """Positions that were readable when the lease began."""
-        if self._found is None:
-            return np.arange(len(self.experts))
-        return np.flatnonzero(self._found == residency.READY)
-
-    @property
-    def pending(self) -> NDArray[np.int64]:
-        """Positions that are readable only after `wait`."""
-        if self._found is None:
-            return np.empty(0, np.int64)
-        return np.flatnonzero(self._found != residency.READY)
 
     def wait(self, stream: int | None = None) -> None:
         """Block until every slot is readable: by the host, or by work launched on `stream` from now on.
@@ -105,22 +89,29 @@ class Lease:
         Raises the first load's error (ReadFailed, CommitFailed, ...); the other experts stay usable, and the
         lease is still to be released.
         """
-        if self._found is not None:
-            self._streamer._settle(self.slots[self.pending], stream)
+        if self._loads:
+            self._held_by()._wait(self._loads, stream)
+            self._loads = ()
 
     def view(self, position: int) -> Mapping[str, Any]:
-        """The parts of one expert by name, each (part_bytes,) uint8 with DLPack; dead after `release`."""
-        return self._streamer._views(self.layer, int(self.experts[position]), int(self.slots[position]))
+        """The parts of one expert by name, each (part_bytes,) uint8 with DLPack; dead after `release`.
+
+        Raises UsageError for a lease that has ended, or whose `wait` has not.
+        """
+        streamer = self._held_by()
+        if self._loads:
+            raise UsageError("the experts of this lease are still being loaded: wait() first")
+        return streamer._views(self.layer, int(self.experts[position]), int(self.slots[position]))
 
     def release(self, stream: int | None = None) -> None:
-        """End the lease; a second call does nothing.
+        """End the lease; a second call does nothing. Does not block: loads under way go on for whoever comes next.
 
         Without `stream` the reads have ended. With it, work launched on it so far may still read, and the slots
         are not refilled before that has ended.
         """
-        if not self._released:
-            self._released = True
-            self._streamer._release(self, stream)
+        streamer, self._streamer = self._streamer, None
+        if streamer is not None:
+            streamer._release(self.slots, stream)
 
     def __enter__(self) -> Self:
         return self
@@ -129,6 +120,42 @@ class Lease:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+    def _held_by(self) -> ExpertStreamer:
+        if self._streamer is None:
+            raise UsageError("this lease has ended")
+        return self._streamer
+
+
+class _Load:
+    """An expert on its way into a slot. It ends once, under the streamer's lock, by whoever finds it over first."""
+
+    __slots__ = ("error", "expert_bytes", "slot", "ticket")
+
+    def __init__(self, slot: int, ticket: Ticket, expert_bytes: int) -> None:
+        self.slot = slot
+        self.ticket = ticket
+        self.expert_bytes = expert_bytes
+        self.error: Exception | None = None
+
+    def wait(self, stream: int | None = None) -> None:
+        """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why."""
+        try:
+            commit = self.ticket.wait()
+            if stream is None:
+                commit.wait()
+            else:
+                commit.order_before(stream)
+        except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
+            self.error = error
+
+    def is_visible(self) -> bool:
+        """True once everybody sees the bytes, False while not or never; the ticket is done."""
+        try:
+            return self.error is None and self.ticket.wait().done()
+        except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
+            self.error = error
+            return False
 
 
 @frozen(eq=False)
@@ -156,26 +183,43 @@ class ExpertStreamer:
         checkpoint: Checkpoint,
         plan: Plan,
         backend: Backend,
-        settings: StreamSettings,
         *,
+        policy: str = "hotness",
+        half_life_tokens: int | None = None,
+        io_mode: IoMode = "auto",
+        filler_threads: int = 8,
+        read_timeout_s: float = 120,
         open_file: OpenFile = open_raw_file,
     ) -> None:
-        """Allocate the stores that were planned, open the files and start the reading threads.
+        """Open the files, allocate the stores that were planned and start the reading threads.
 
-        Raises DeviceOutOfMemory, MachineError where direct reads are asked for and refused, CheckpointError for files
-        that have gone since. `open_file` is how files are opened, for fault injection.
+        Raises ConfigError for the policy, MachineError where direct reads are asked for and refused, DeviceOutOfMemory,
+        CheckpointError for files that have gone or changed since. `open_file` is how files are opened, for fault injection.
         """
-        self._checkpoint = checkpoint
         self._backend = backend
         self._classes: list[tuple[SlotStore, tuple[int, ...]]] = []
         self._store_of_slot: list[tuple[SlotStore, int]] = []
-        self._filler: Filler | None = None
+        self._reads: dict[int, _LayerReads] = {}
         layer_count = checkpoint.layers[-1].layer + 1
         self.experts_per_layer = max(layer.expert_count for layer in checkpoint.layers)
-        self._policy = make_policy(settings.policy, layer_count * self.experts_per_layer, settings.half_life_tokens)
-        slot_range = np.zeros((layer_count, 2), np.int64)
-        self._reads: dict[int, _LayerReads] = {}
+        self._policy = make_policy(policy, layer_count * self.experts_per_layer, half_life_tokens)
+        self._positions = np.arange(self.experts_per_layer)
+        self._ones = np.ones(self.experts_per_layer, np.int64)
+        self._pass_tokens = 1
+        self._loads: dict[int, _Load] = {}
+        self._lock = Lock()
+        self._steps = self._hits = self._misses = self._bytes_read = self._exhausted = 0
+        self._filler: Filler | None = Filler(
+            checkpoint.files,
+            backend.commit_slot,
+            thread_count=filler_threads,
+            io_mode=io_mode,
+            read_timeout_s=read_timeout_s,
+            open_file=open_file,
+        )
         try:
+            checkpoint.refuse_changed()
+            slot_range = np.zeros((layer_count, 2), np.int64)
             for planned in plan.classes:
                 store = backend.alloc_slot_store(planned.size_class.layout, planned.slot_count)
                 self._classes.append((store, planned.size_class.layers))
@@ -183,25 +227,12 @@ class ExpertStreamer:
                 self._store_of_slot += [(store, slot) for slot in range(planned.slot_count)]
                 for layer in planned.size_class.layers:
                     slot_range[layer] = first, len(self._store_of_slot)
-            for layer_experts in checkpoint.layers:
-                store = self._store_of_slot[slot_range[layer_experts.layer, 0]][0]
-                self._reads[layer_experts.layer] = _layer_reads(layer_experts, store)
-            self._filler = Filler(
-                checkpoint.files,
-                backend.commit_slot,
-                thread_count=settings.filler_threads,
-                io_mode=settings.io_mode,
-                read_timeout_s=settings.read_timeout_s,
-                open_file=open_file,
-            )
+            for experts in checkpoint.layers:
+                self._reads[experts.layer] = _layer_reads(experts, self._store_of_slot[slot_range[experts.layer, 0]][0])
+            self._tables = residency.make_tables(layer_count, self.experts_per_layer, slot_range)
         except BaseException:
             self.close()
             raise
-        self._tables = residency.make_tables(layer_count, self.experts_per_layer, slot_range)
-        self._tickets: dict[int, Ticket] = {}
-        self._lock = Lock()
-        self._ones = np.ones(self.experts_per_layer, np.int64)
-        self._steps = self._hits = self._misses = self._bytes_read = self._exhausted = 0
 
     @property
     def slot_count(self) -> int:
@@ -215,8 +246,9 @@ class ExpertStreamer:
 
     @property
     def counters(self) -> Counters:
-        """A snapshot of what has been counted."""
-        return Counters(self._steps, self._hits, self._misses, self._bytes_read, self._exhausted)
+        """What has been counted so far, all at one moment."""
+        with self._lock:
+            return Counters(self._steps, self._hits, self._misses, self._bytes_read, self._exhausted)
 
     def device_view(self, slot: int) -> Any:
         """The whole slot of that number, (slot_bytes,) uint8 with DLPack, whatever it holds; dies with the streamer."""
@@ -229,41 +261,30 @@ class ExpertStreamer:
 
     def begin_pass(self, tokens: int) -> None:
         """Tell the policy that a forward pass over `tokens` tokens begins: 1 in decode, more in prefill."""
+        if tokens < 1:
+            raise UsageError(f"a pass over {tokens} tokens: at least 1 is needed")
         with self._lock:
+            self._pass_tokens = tokens
             self._policy.begin_pass(tokens)
 
     def acquire(
         self, layer: int, experts: Sequence[int] | NDArray[np.int64], *, wait: bool = True, stream: int | None = None
     ) -> Lease:
-        """Lease slots for the distinct `experts` of a layer step, all together, loading the missing ones at once.
+        """Lease slots for the `experts` of a layer step, all together, loading the missing ones at once.
 
-        Returns when all are readable or, without `wait`, as soon as the reads are under way. Raises UsageError when
-        fewer slots than needed are free of other leases (`rounds` takes any number), and what the loads raise.
+        Returns when all are readable or, without `wait`, as soon as the reads are under way. An expert named twice is
+        leased twice. Raises UsageError when fewer slots than needed are free of other leases (`rounds` takes any
+        number), and what the loads raise.
         """
-        wanted = np.asarray(experts, np.int64)
-        slots = np.empty(wanted.size, np.int64)
-        found = np.empty(wanted.size, np.uint8)
-        with self._lock:
-            filler = self._open_filler()
-            if layer not in self._reads:
-                raise UsageError(f"layer {layer} has no routed experts; these have: {sorted(self._reads)}")
-            counts = self._ones if wanted.size <= self._ones.size else np.ones(wanted.size, np.int64)
-            waiting = self._policy.layer_step(self._tables, self._policy.ranks, layer, wanted, counts, slots, found)
-            if waiting == 0:
-                self._steps += 1
-                self._hits += wanted.size
-                return Lease(self, layer, wanted, slots, None)
-            if waiting < 0:
-                raise self._refusal(waiting, layer, wanted)
-            self._steps += 1
-            self._load(filler, layer, wanted, slots, found)
-        lease = Lease(self, layer, wanted, slots, found)
-        if wait:
-            try:
+        lease = Lease(self, layer, self._checked(layer, experts))
+        try:
+            while (stray := self._step(lease)) is not None:
+                stray.wait()
+            if wait:
                 lease.wait(stream)
-            except BaseException:
-                lease.release()
-                raise
+        except BaseException:
+            lease.release()
+            raise
         return lease
 
     def rounds(
@@ -277,28 +298,31 @@ class ExpertStreamer:
         """Lease any number of distinct experts in the order given, some at a time, each loaded at most once.
 
         One step. Every lease covers the next experts in order, readable; it ends when the next one is asked for.
-        Reads run ahead while the caller computes. `counts` is how many tokens chose each expert. Close the
-        generator, or exhaust it, to end the step. Raises as `acquire` does.
+        Reads run ahead while the caller computes. `counts` is how many tokens of the pass chose each expert; a lease
+        of several experts has no more tokens than the pass. Close the generator, or exhaust it, to end the step; of
+        two steps at once, only one is sure to find what it needs later still in its slots. Raises as `acquire` does.
         """
-        wanted = np.asarray(experts, np.int64)
+        wanted, chosen_by = self._checked(layer, experts), np.array(counts, np.int64)
+        if chosen_by.shape != wanted.shape or len(set(wanted.tolist())) < wanted.size:
+            raise UsageError(f"{wanted.size} experts need distinct numbers and as many counts, not {chosen_by.shape}")
         with self._lock:
             self._open_filler()
-            resident = residency.announce(self._tables, layer, wanted, True) if layer in self._reads else -2
-            if resident < 0:
-                raise self._refusal(resident, layer, wanted)
-            first_expert = layer * self.experts_per_layer
-            self._policy.select(self._policy.ranks, first_expert, wanted, np.asarray(counts, np.int64))
+            self._reap()
+            if residency.announce(self._tables, layer, wanted, True) < 0:
+                raise self._refusal(residency.OUT_OF_RANGE, layer, wanted)
+            self._policy.select(self._policy.ranks, layer * self.experts_per_layer, wanted, chosen_by)
             self._steps += 1
             first, end = self._tables.slot_range[layer]
             self._exhausted += int(wanted.size > end - first)
-        ahead: list[Lease] = []
-        issued = 0
+        ahead: deque[Lease] = deque()
+        issued = done = 0
         try:
-            while ahead or issued < wanted.size:
-                issued += self._issue(layer, wanted[issued:], ahead)
-                lease = ahead.pop(0)
+            while done < wanted.size:
+                issued += self._issue(layer, wanted[issued:], ahead, needed=True)
+                ahead[0].wait(stream)
+                lease = self._readable_run(ahead, chosen_by[done:])
+                done += len(lease)
                 try:
-                    lease.wait(stream)
                     yield lease
                 finally:
                     lease.release(stream)
@@ -308,29 +332,56 @@ class ExpertStreamer:
             with self._lock:
                 residency.announce(self._tables, layer, wanted, False)
 
-    def seed(self, hottest: Sequence[ExpertKey]) -> int:
+    def hottest(self) -> dict[ExpertKey, float]:
+        """Every expert used or seeded so far with its score, hottest first, as the policy ranks them."""
+        with self._lock:
+            rank, last_use = self._policy.ranks.rank.copy(), self._policy.ranks.last_use.copy()
+        used = np.flatnonzero(last_use)
+        ranked = used[np.lexsort((-last_use[used], -rank[used]))]
+        return {ExpertKey(*divmod(number, self.experts_per_layer)): float(rank[number]) for number in ranked.tolist()}
+
+    def seed(
+        self, hottest: Mapping[ExpertKey, float], progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> int:
         """Load experts before the first token: those of `hottest` that the backend chooses; how many were read.
 
-        Reads in file order within a layer. Raises BackendContractError for a choice that breaks the contract.
+        `hottest` is experts with their scores, hottest first; the policy keeps the chosen ones by them. Reads a few at
+        a time, in file order, and calls `progress` with bytes done of all bytes. To be called before anyone needs an
+        expert, so that nobody waits behind a guess. Raises BackendContractError for a choice that breaks the contract,
+        and what the loads raise.
         """
-        before = self._misses
+        for key in hottest:
+            self._checked(key.layer, [key.expert])
+            if key.expert >= self.experts_per_layer:
+                raise self._refusal(residency.OUT_OF_RANGE, key.layer, np.array([key.expert]))
+        chosen: list[ExpertKey] = []
         for store, layers in self._classes:
-            chosen = self._backend.seed_experts([key for key in hottest if key.layer in layers], store.slot_count)
-            by_layer: dict[int, list[int]] = {}
-            for key in sorted(chosen):
-                by_layer.setdefault(key.layer, []).append(key.expert)
-            for layer, experts in by_layer.items():
-                for _ in self.rounds(layer, experts, self._ones[: len(experts)]):
-                    pass
-        return self._misses - before
+            offered = [key for key in hottest if key.layer in layers]
+            chosen += self._backend.seed_experts(offered, store.slot_count)
+        chosen.sort(key={key: place for place, key in enumerate(hottest)}.__getitem__)
+        with self._lock:
+            self._open_filler()
+            numbers = np.array([key.layer * self.experts_per_layer + key.expert for key in chosen], np.int64)
+            self._policy.seed(numbers, np.array([hottest[key] for key in chosen], np.float64))
+        total_bytes = sum(self._reads[key.layer].expert_bytes for key in chosen)
+        done_bytes = read_count = 0
+        for lease in self._seeds(sorted(chosen, key=self._file_position)):
+            done_bytes += self._reads[lease.layer].expert_bytes
+            read_count += len(lease.pending)
+            progress(done_bytes, total_bytes)
+        return read_count
 
     def close(self) -> None:
         """End the reads under way and free everything; leases and views are dead. A second call does nothing."""
         filler, self._filler = self._filler, None
         if filler is not None:
             filler.close()
+        written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.ticket.abandoned}
         for store, _ in self._classes:
-            store.close()
+            if id(store) in written:
+                get_log().warning("store_left_open", reason="a read that never returned may still write to it")
+            else:
+                store.close()
 
     def __enter__(self) -> Self:
         return self
@@ -340,48 +391,151 @@ class ExpertStreamer:
     ) -> None:
         self.close()
 
-    def _issue(self, layer: int, wanted: NDArray[np.int64], ahead: list[Lease]) -> int:
-        """Lease the next experts one by one as far as slots and lookahead go; how many were issued."""
+    def _checked(self, layer: int, experts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """The numbers as an array of our own, of the one type and layout that the compiled step is compiled for."""
+        wanted = np.array(experts, np.int64)
+        if layer not in self._reads:
+            raise UsageError(f"layer {layer} has no routed experts; these have: {sorted(self._reads)}")
+        if wanted.ndim != 1 or wanted.size > self.experts_per_layer:
+            raise UsageError(
+                f"experts of shape {wanted.shape} were asked of layer {layer}; up to {self.experts_per_layer} numbers"
+                " in a row are possible"
+            )
+        return wanted
+
+    def _step(self, lease: Lease) -> _Load | None:
+        """Lease all and load what is missing, or answer with a load that has a slot needed here, to be waited for."""
+        found = np.empty(lease.experts.size, np.uint8)
         with self._lock:
             filler = self._open_filler()
-            room = min(_LOOKAHEAD - len(ahead), int(residency.free_slots(self._tables, layer)), wanted.size)
-            if room <= 0 and not ahead:
-                raise self._refusal(residency.EXHAUSTED, layer, wanted[:1])
-            for position in range(room):
-                expert = wanted[position : position + 1]
-                slots, found = np.empty(1, np.int64), np.empty(1, np.uint8)
-                answer = residency.lease(self._tables, self._policy.ranks, layer, expert, slots, found)
-                if answer < 0:
-                    raise self._refusal(answer, layer, expert)
-                self._load(filler, layer, expert, slots, found)
-                ahead.append(Lease(self, layer, expert, slots, found))
-            return max(room, 0)
+            self._reap()
+            waiting = self._policy.layer_step(
+                self._tables, self._policy.ranks, lease.layer, lease.experts, self._ones, lease.slots, found
+            )
+            if waiting < 0:
+                stray = self._stray_load(lease.layer) if waiting == residency.EXHAUSTED else None
+                if stray is None:
+                    raise self._refusal(waiting, lease.layer, lease.experts)
+                return stray
+            self._steps += 1
+            if waiting:
+                self._load(filler, lease, found, needed=True)
+            else:
+                self._hits += found.size
+        return None
 
-    def _load(
-        self,
-        filler: Filler,
-        layer: int,
-        experts: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        found: NDArray[np.uint8],
-    ) -> None:
-        """Send the misses to the filler and count; under the lock."""
-        missed = np.flatnonzero(found == residency.MISS)
-        missed_slots = slots[missed].tolist()
-        fills = [
-            self._fill(layer, int(expert), slot) for expert, slot in zip(experts[missed], missed_slots, strict=True)
-        ]
+    def _issue(self, layer: int, wanted: NDArray[np.int64], ahead: deque[Lease], *, needed: bool) -> int:
+        """Lease the next experts one by one, as far as lookahead and spare slots go; how many were issued.
+
+        What the step needs later is given up only when nothing else is left and nothing is under way.
+        """
+        if not wanted.size:
+            return 0
+        while True:
+            with self._lock:
+                issued = self._issue_spare(layer, wanted, ahead, needed)
+                if issued or ahead:
+                    return issued
+                stray = self._stray_load(layer)
+                if stray is None:
+                    raise self._refusal(residency.EXHAUSTED, layer, wanted[:1])
+            stray.wait()
+
+    def _issue_spare(self, layer: int, wanted: NDArray[np.int64], ahead: deque[Lease], needed: bool) -> int:
+        filler = self._open_filler()
+        self._reap()
+        spare = int(residency.free_slots(self._tables, layer, True))
+        issued = 0
+        for expert in wanted[: max(LOOKAHEAD - len(ahead), 0)].tolist():
+            is_resident = self._tables.slot_of[layer * self.experts_per_layer + expert] >= 0
+            if not is_resident and spare <= 0 and ahead:
+                break
+            lease = Lease(self, layer, np.array([expert]))
+            found = np.empty(1, np.uint8)
+            try:
+                answer = residency.lease(self._tables, self._policy.ranks, layer, lease.experts, lease.slots, found)
+                if answer == residency.EXHAUSTED:
+                    break
+                self._load(filler, lease, found, needed=needed)
+            except BaseException:
+                residency.release(self._tables, lease.slots)
+                raise
+            spare -= not is_resident
+            issued += 1
+            ahead.append(lease)
+        return issued
+
+    def _readable_run(self, ahead: deque[Lease], counts: NDArray[np.int64]) -> Lease:
+        """Take the first lease, which is readable, and those behind it that are too, within the tokens of the pass."""
+        batch, tokens = [ahead.popleft()], int(counts[0])
+        while ahead and self._tables.state[ahead[0].slots[0]] == residency.READABLE:
+            tokens += int(counts[len(batch)])
+            if tokens > self._pass_tokens:
+                break
+            batch.append(ahead.popleft())
+        if len(batch) == 1:
+            return batch[0]
+        joined = Lease(self, batch[0].layer, np.concatenate([lease.experts for lease in batch]))
+        joined.slots = np.concatenate([lease.slots for lease in batch])
+        for lease in batch:
+            lease._streamer = None  # the joined lease has what they had
+        return joined
+
+    def _seeds(self, ordered: Sequence[ExpertKey]) -> Iterator[Lease]:
+        """Lease experts in this order, each until the next one is asked for; reads run ahead."""
+        ahead: deque[Lease] = deque()
         try:
-            tickets = filler.submit(fills)
+            for layer, run in groupby(ordered, key=lambda key: key.layer):
+                wanted = np.array([key.expert for key in run], np.int64)
+                issued = 0
+                while issued < wanted.size:
+                    issued += self._issue(layer, wanted[issued:], ahead, needed=False)
+                    if issued < wanted.size:
+                        yield from self._oldest(ahead)
+            while ahead:
+                yield from self._oldest(ahead)
+        finally:
+            for lease in ahead:
+                lease.release()
+
+    def _oldest(self, ahead: deque[Lease]) -> Iterator[Lease]:
+        with ahead.popleft() as lease:
+            lease.wait()
+            yield lease
+
+    def _file_position(self, key: ExpertKey) -> tuple[int, int]:
+        reads = self._reads[key.layer]
+        return int(reads.files[key.expert, 0]), int(reads.offsets[key.expert, 0])
+
+    def _load(self, filler: Filler, lease: Lease, found: NDArray[np.uint8], *, needed: bool) -> None:
+        """Send the misses to the filler and count, hits and misses only where a step needs them; under the lock."""
+        lease.ready = np.flatnonzero(found == residency.READY)
+        lease.pending = np.flatnonzero(found != residency.READY)
+        missed = np.flatnonzero(found == residency.MISS)
+        slots = lease.slots[missed].tolist()
+        expert_bytes = self._reads[lease.layer].expert_bytes
+        tickets: Sequence[Ticket] = ()
+        try:
+            fills = [
+                self._fill(lease.layer, expert, slot)
+                for expert, slot in zip(lease.experts[missed].tolist(), slots, strict=True)
+            ]
+            tickets = filler.prepare(fills)
+            # Known before they run: whatever interrupts us now, the slots are not given away while they are written.
+            self._loads |= {
+                slot: _Load(slot, ticket, expert_bytes) for slot, ticket in zip(slots, tickets, strict=True)
+            }
+            filler.start(tickets)
         except BaseException:
-            for slot in missed_slots:
-                residency.forget(self._tables, slot)
-            residency.release(self._tables, slots)
+            filler.cancel(tickets)
+            for slot in slots:
+                if slot not in self._loads:
+                    residency.forget(self._tables, slot, quarantine=False)
             raise
-        self._tickets.update(zip(missed_slots, tickets, strict=True))
-        self._hits += len(experts) - len(missed)
-        self._misses += len(missed)
-        self._bytes_read += len(missed) * self._reads[layer].expert_bytes
+        lease._loads = [self._loads[slot] for slot in lease.slots[lease.pending].tolist()]
+        if needed:
+            self._hits += found.size - missed.size
+            self._misses += missed.size
 
     def _fill(self, layer: int, expert: int, slot: int) -> Fill:
         reads = self._reads[layer]
@@ -401,47 +555,47 @@ class ExpertStreamer:
             ExpertKey(layer, expert),
         )
 
-    def _settle(self, slots: NDArray[np.int64], stream: int | None) -> None:
-        """Wait for the loads of these slots and publish them; raises the first error when all are settled."""
-        first_error: Exception | None = None
-        for slot in slots.tolist():
-            ticket = self._tickets.get(slot)
-            if ticket is None:  # settled already, by this lease or by another one on the same slot
-                if self._tables.state[slot] != residency.READABLE and first_error is None:
-                    first_error = UsageError(f"the load of slot {slot} failed for an earlier lease; release this one")
-                continue
-            try:
-                commit = ticket.wait()
-                if stream is None:
-                    commit.wait()
-                else:
-                    commit.order_before(stream)
-            except Exception as error:  # noqa: BLE001  # settle every load first, then raise
-                first_error = first_error or error
-                with self._lock:
-                    if self._tickets.pop(slot, None) is not None:
-                        residency.forget(self._tables, slot, ticket.abandoned)
-            else:
-                with self._lock:
-                    if self._tickets.pop(slot, None) is not None:
-                        residency.publish(self._tables, slot)
-        if first_error is not None:
-            raise first_error
+    def _wait(self, loads: Sequence[_Load], stream: int | None) -> None:
+        """Wait for all of these, then raise the first error."""
+        for load in loads:
+            load.wait(stream)
+        with self._lock:
+            self._reap()
+        for load in loads:
+            if load.error is not None:
+                raise load.error
 
-    def _release(self, lease: Lease, stream: int | None) -> None:
+    def _reap(self) -> None:
+        """End the loads that are over: publish what everybody sees, give the slots of failures back; under the lock."""
+        for load in [load for load in self._loads.values() if load.ticket.done()]:
+            if load.is_visible():
+                residency.publish(self._tables, load.slot)
+                self._bytes_read += load.expert_bytes
+                del self._loads[load.slot]
+            elif load.error is not None:
+                residency.forget(self._tables, load.slot, quarantine=load.ticket.abandoned)
+                if not load.ticket.abandoned:
+                    del self._loads[load.slot]
+
+    def _stray_load(self, layer: int) -> _Load | None:
+        """A load under way that nobody waits for any more, and whose slot the layer could have; under the lock."""
+        first, end = self._tables.slot_range[layer]
+        for load in self._loads.values():
+            if first <= load.slot < end and not self._tables.leases[load.slot] and not load.ticket.abandoned:
+                return load
+        return None
+
+    def _release(self, slots: NDArray[np.int64], stream: int | None) -> None:
         if self._filler is None:
             return
-        if lease._found is not None:
-            try:
-                self._settle(lease.slots[lease.pending], stream)
-            except Exception as error:  # noqa: BLE001  # whoever waits for the expert gets it; ending a lease does not
-                get_log().debug("released_unread", layer=lease.layer, error=str(error))
-        if stream is not None:
-            for slot in lease.slots.tolist():
-                store, local = self._store_of_slot[slot]
-                store.mark_read(local, stream)
-        with self._lock:
-            residency.release(self._tables, lease.slots)
+        try:
+            if stream is not None:
+                for slot in slots[slots >= 0].tolist():
+                    store, local = self._store_of_slot[slot]
+                    store.mark_read(local, stream)
+        finally:
+            with self._lock:
+                residency.release(self._tables, slots)
 
     def _views(self, layer: int, expert: int, slot: int) -> Mapping[str, Any]:
         reads = self._reads[layer]
@@ -459,21 +613,21 @@ class ExpertStreamer:
         return self._filler
 
     def _refusal(self, answer: int, layer: int, wanted: NDArray[np.int64]) -> UsageError:
-        if layer not in self._reads:
-            return UsageError(f"layer {layer} has no routed experts; these have: {sorted(self._reads)}")
         if answer == residency.OUT_OF_RANGE:
             return UsageError(
                 f"experts {wanted.tolist()} were asked of layer {layer}, which has 0 to {self.experts_per_layer - 1}"
             )
         first, end = self._tables.slot_range[layer]
-        free = int(residency.free_slots(self._tables, layer))
+        lost = int(np.count_nonzero(self._tables.state[first:end] == residency.QUARANTINED))
+        free = int(residency.free_slots(self._tables, layer, False))
         return UsageError(
             f"{wanted.size} experts of layer {layer} were asked for at once; its class has {end - first} slots,"
-            f" {free} of them free of leases: release leases, use rounds(), or give more expert memory"
+            f" {free} of them free of leases and loads{f', {lost} lost to reads that never returned' if lost else ''}:"
+            " release leases, use rounds(), or give more expert memory"
         )
 
 
-def _layer_reads(layer: Any, store: SlotStore) -> _LayerReads:
+def _layer_reads(layer: ExpertLayer, store: SlotStore) -> _LayerReads:
     offsets = np.stack([part.offsets for part in layer.parts], axis=1)
     room_starts = np.array([part.offset for part in store.layout.parts], np.int64)
     return _LayerReads(

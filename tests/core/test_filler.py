@@ -303,7 +303,7 @@ def test_closing_a_starved_filler_gives_every_buffer_back() -> None:
     assert reading.wait(30)
     closing = threading.Thread(target=filler.close)
     closing.start()
-    with pytest.raises(UsageError, match="closed before ExpertKey"):
+    with pytest.raises(UsageError, match=r"ExpertKey.* was not read before the filler closed"):
         tickets[-1].wait()
     go_on.set()
     closing.join()
@@ -585,15 +585,21 @@ def test_a_slow_but_steady_queue_does_not_time_out() -> None:
     store.close()
 
 
-def test_close_leaves_a_stuck_read_behind_and_says_so(log: list[dict[str, Any]]) -> None:
+def test_close_leaves_a_stuck_read_behind_and_says_so(
+    log: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expertstream.filler.filler._QUIET_CLOSE_S", 0.02)
+    monkeypatch.setattr("expertstream.filler.filler._LONGEST_CLOSE_S", 0.05)
     store, hang = MemoryStore(2), Hang(1)
     shards = Shards(hang)
-    filler = shards.filler(thread_count=1, stall_warning_s=0.02, read_timeout_s=0.1)
+    filler = shards.filler(thread_count=1)  # a read that says nothing is given up after two minutes, not at a close
     stuck, queued = filler.submit([fill(store, 0, 1, 2), fill(store, 1, 0, 2)])
     assert hang.begun.wait(30)
     filler.close()
-    left = [entry for entry in log if entry["event"] == "read_left_behind"]
-    assert [(entry["path"], entry["slot"]) for entry in left] == [(str(Shards.paths[1]), 0)]
+    assert [(entry["event"], entry["path"], entry["slot"]) for entry in log] == [
+        ("close_waits", str(Shards.paths[1]), 0),
+        ("read_left_behind", str(Shards.paths[1]), 0),
+    ]
     assert isinstance(stuck.error, UsageError)
     assert isinstance(queued.error, UsageError)
     assert stuck.abandoned

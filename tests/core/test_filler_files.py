@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import LogCapture
 
+from expertstream.config import IoMode
 from expertstream.errors import CheckpointError, MachineError, ReadFailed
-from expertstream.filler import IoMode, OpenFile, PartRead, RawFile, open_raw_file
+from expertstream.filler import OpenFile, PartRead, RawFile, open_raw_file
 from expertstream.filler.files import SourceFile
 
 pytestmark = pytest.mark.timeout(60)

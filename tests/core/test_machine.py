@@ -1,4 +1,4 @@
-"""The memory this process may take is bounded by the host and by every control group above it."""
+"""The memory and cores this process may take are bounded by the host and by every control group above it."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from expertstream.errors import MachineError
-from expertstream.machine import AvailableMemory, available_memory
+from expertstream.machine import AvailableMemory, available_memory, usable_cores
 
 GIB = 1 << 30
 NO_LIMIT_V1 = 9223372036854771712
@@ -347,3 +347,43 @@ def test_a_real_limit_on_a_parent_is_seen_and_read_cache_is_not_held_against_it(
     if cache_bytes < 64 * 2**20:
         pytest.skip("reading a file here charges no page cache to the group")
     assert int(available_bytes) > GIB - int(usage_bytes) + 60 * 2**20
+
+
+class TestUsableCores:
+    """On a machine with 16 cores that the process may run on, unless its groups have less."""
+
+    @pytest.fixture(autouse=True)
+    def sixteen_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+
+    def test_without_groups_every_core_counts(self, tree: Tree) -> None:
+        assert usable_cores(tree.root) == 16
+
+    @pytest.mark.parametrize(
+        ("outer", "inner", "cores"),
+        [
+            ("max 100000", "max 100000", 16),
+            ("max 100000", "200000 100000", 2),
+            ("300000 100000", "max 100000", 3),
+            ("300000 100000", "800000 100000", 3),
+            ("max 100000", "150000 100000", 2),
+            ("max 100000", "10000 100000", 1),
+            ("max 100000", "6400000 100000", 16),
+            ("max 100000", "", 16),
+            ("max 100000", "100 0", 16),
+        ],
+    )
+    def test_the_least_quota_on_the_way_up_counts_and_a_part_is_a_core(
+        self, unified: Tree, outer: str, inner: str, cores: int
+    ) -> None:
+        unified.write("sys/fs/cgroup/outer/cpu.max", f"{outer}\n")
+        unified.write("sys/fs/cgroup/outer/inner/cpu.max", f"{inner}\n")
+        assert usable_cores(unified.root) == cores
+
+    @pytest.mark.parametrize(("quota_us", "cores"), [(-1, 16), (250_000, 3)])
+    def test_a_quota_of_version_1_counts(self, tree: Tree, quota_us: int, cores: int) -> None:
+        tree.member_of("5:memory:/elsewhere", "4:cpu,cpuacct:/box", "0::/")
+        tree.mount("/sys/fs/cgroup/cpu", "cgroup", options="rw,cpu,cpuacct")
+        tree.write("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", f"{quota_us}\n")
+        tree.write("sys/fs/cgroup/cpu/box/cpu.cfs_period_us", "100000\n")
+        assert usable_cores(tree.root) == cores

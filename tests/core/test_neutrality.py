@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 PLATFORMS_AND_DEVICES = """
 c.uda c.upy n.vidia m.etal a.pple r.ocm h.ip v.ulkan g.eforce o.pencl m.ps d.arwin l.inux w.indows g.b10 h.200 a.100
-m.lx s.ycl
+m.lx s.ycl x.86 a.rm64 a.arch64 a.vx a.vx2 a.vx512 n.eon m.acos
 """
 ARCHITECTURES = "q.wen q.wen3moe o.lmoe m.ixtral l.lama d.eepseek g.pt-oss g.ptoss g.rok g.ranite p.hi"
 WORDS = (PLATFORMS_AND_DEVICES + ARCHITECTURES).replace(".", "").split()  # the dots keep this file from finding itself
@@ -28,7 +28,7 @@ def test_there_is_a_core_to_look_at() -> None:
     assert ROOT / "core" / "expertstream" / "streamer.py" in CORE
 
 
-@pytest.mark.parametrize("word", ["cuda", "CUDA", "is_cuda_here", "Metal", "qwen3moe", "llama.cpp", "linux"])
+@pytest.mark.parametrize("word", ["cuda", "CUDA", "is_cuda_here", "Metal", "qwen3moe", "llama.cpp", "linux", "x86_64"])
 def test_the_check_finds_what_it_looks_for(word: str) -> None:
     assert FORBIDDEN.search(f"x = {word!r}")
 

@@ -15,7 +15,8 @@ from structlog.testing import CapturingLogger
 from expertstream import default_hooks, hookspecs
 from expertstream.errors import BackendUnavailable, CommitFailed, DeviceOutOfMemory
 from expertstream.hookspecs import hookimpl
-from expertstream.observers import LogHooks, get_log
+from expertstream.log import get_log
+from expertstream.observers import LogHooks
 from expertstream.slots import READY, Commit, SlotBudget, SlotLayout, SlotPart, Staging
 
 LAYOUT = SlotLayout((SlotPart("gate", 0, 8192), SlotPart("down", 8192, 4096)))
@@ -30,7 +31,7 @@ def structlog_as_imported() -> Iterator[None]:
 
 def test_an_unconfigured_library_warns_on_stderr_and_writes_nothing_to_stdout() -> None:
     program = (
-        "from expertstream.observers import get_log\n"
+        "from expertstream.log import get_log\n"
         "get_log().info('slots_granted', slot_count=3)\n"
         "get_log().warning('short_read', path='a b', wanted_bytes=7)\n"
         "get_log().error('100 %d')\n"

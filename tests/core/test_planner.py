@@ -40,7 +40,7 @@ def checkpoint_of(shapes: list[LayerShape], experts_per_token: int = 2) -> Check
             files = np.zeros(expert_count, dtype=np.int32)
             parts.append(ExpertPart(name, "F32", (expert_bytes // 4, 1), expert_bytes, files, offsets))
         layers.append(ExpertLayer(number, expert_count, tuple(parts)))
-    return Checkpoint((Path("model"),), {}, {}, tuple(layers), experts_per_token, "made up")
+    return Checkpoint((Path("model"),), {}, {}, tuple(layers), experts_per_token, "made up", ())
 
 
 def rounded_up(byte_count: int) -> int:
@@ -131,11 +131,6 @@ def test_exactly_the_smallest_budget_is_accepted_and_a_byte_less_is_not() -> Non
 def test_a_percentage_too_small_is_refused_in_bytes_too() -> None:
     with pytest.raises(BudgetTooSmall, match=r"expert memory of 1% is 22118 bytes"):
         plan_for(MIXED, "1%")
-
-
-def test_a_layer_with_fewer_experts_than_top_k_needs_only_those() -> None:
-    plan = plan_for(checkpoint_of([(4096, 4096, 3)], experts_per_token=10), str(3 * 8192))
-    assert slot_counts(plan) == [3]
 
 
 def test_the_budget_is_spent_evenly_and_the_rest_where_a_slot_still_fits() -> None:
@@ -314,7 +309,7 @@ def test_a_budget_below_one_tokens_experts_is_noted_and_not_refused() -> None:
     assert thin.notes[0].startswith("5 slots for layers 0-2 are fewer than the 6 experts that one token uses there")
     assert f"below {6 * SMALL_SLOT} bytes" in thin.notes[0]
     assert plan_for(MIXED, str(6 * SMALL_SLOT + 2 * LARGE_SLOT)).notes == ()
-    assert plan_for(checkpoint_of([(4096, 4096, 1)] * 3), "all").notes == ()
+    assert plan_for(checkpoint_of([(4096, 4096, 2)] * 3), "all").notes == ()
 
 
 def test_layers_are_named_in_runs() -> None:
@@ -399,14 +394,15 @@ def test_a_demand_is_never_negative(name: str) -> None:
 
 
 layer_shapes = st.tuples(st.integers(1, 5).map(lambda n: n * 4096 - 96), st.just(4096), st.integers(1, 12))
-checkpoints = st.builds(checkpoint_of, st.lists(layer_shapes, min_size=1, max_size=8), st.integers(1, 10))
+checkpoints = st.lists(layer_shapes, min_size=1, max_size=8).flatmap(
+    lambda shapes: st.builds(
+        checkpoint_of, st.just(shapes), st.integers(1, min(expert_count for *_, expert_count in shapes))
+    )
+)
 
 
 def smallest_of(checkpoint: Checkpoint) -> int:
-    return sum(
-        min(checkpoint.experts_per_token, size_class.largest_step) * size_class.layout.slot_bytes
-        for size_class in size_classes(checkpoint)
-    )
+    return sum(checkpoint.experts_per_token * group.layout.slot_bytes for group in size_classes(checkpoint))
 
 
 @given(checkpoints, st.integers(0, 2_000_000))
@@ -417,8 +413,7 @@ def test_a_budget_is_never_exceeded_never_short_of_a_step_and_spent_to_the_last_
     plan = plan_for(checkpoint, str(budget))
     assert plan.expert_memory_bytes <= budget
     for planned in plan.classes:
-        needed = min(checkpoint.experts_per_token, planned.size_class.largest_step)
-        assert needed <= planned.slot_count <= planned.size_class.expert_count
+        assert checkpoint.experts_per_token <= planned.slot_count <= planned.size_class.expert_count
         full = planned.slot_count == planned.size_class.expert_count
         assert full or planned.slot_bytes > budget - plan.expert_memory_bytes
     assert plan == plan_for(checkpoint, str(budget))
@@ -428,7 +423,7 @@ def test_a_budget_is_never_exceeded_never_short_of_a_step_and_spent_to_the_last_
 def test_no_class_runs_ahead_of_one_whose_slots_cost_no_more(checkpoint: Checkpoint, extra_bytes: int) -> None:
     plan = plan_for(checkpoint, str(smallest_of(checkpoint) + extra_bytes))
     for ahead in plan.classes:
-        if ahead.slot_count <= min(checkpoint.experts_per_token, ahead.size_class.largest_step):
+        if ahead.slot_count <= checkpoint.experts_per_token:
             continue
         for behind in plan.classes:
             if behind.slot_bytes <= ahead.slot_bytes and behind.slot_count < behind.size_class.expert_count:

@@ -12,28 +12,35 @@ import numpy as np
 import pytest
 
 import checkpoint_files
+import memory_backend
 from expertstream import (
     BackendContractError,
     Checkpoint,
+    CheckpointError,
     Demand,
     ExpertKey,
     ExpertStreamer,
     MemoryRequest,
     ReadFailed,
     StoreClosed,
-    StreamSettings,
     UsageError,
     available_memory,
     hookimpl,
     make_plan,
     open_backend,
     open_checkpoint,
+    residency,
 )
-from expertstream.filler import RawFile, open_raw_file
+from expertstream.filler import RawFile, Ticket, open_raw_file
 from expertstream.policies import policy_names
 
 NO_DEMAND = Demand(resident_bytes=0, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
 EXPERTS = 8
+
+
+@pytest.fixture(autouse=True)
+def _backend_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_backend.offer(monkeypatch)
 
 
 @pytest.fixture
@@ -46,16 +53,17 @@ def open_streamer(
     written: checkpoint_files.Written, budget: str = "all", *, observers: Sequence[object] = (), **options: object
 ) -> ExpertStreamer:
     checkpoint = open_checkpoint(written.path)
-    backend = open_backend("cpu", observers)
+    backend = open_backend(memory_backend.NAME, observers)
     open_file = options.pop("open_file", open_raw_file)
     plan = make_plan(checkpoint, NO_DEMAND, MemoryRequest.parse(budget), backend, available_memory())
-    settings = StreamSettings(backend="cpu", **options)  # type: ignore[arg-type]  # options of every type
-    return ExpertStreamer(checkpoint, plan, backend, settings, open_file=open_file)  # type: ignore[arg-type]
+    return ExpertStreamer(checkpoint, plan, backend, open_file=open_file, **options)  # type: ignore[arg-type]  # options of every type
 
 
 def smallest(written: checkpoint_files.Written) -> str:
     checkpoint = open_checkpoint(written.path)
-    plan = make_plan(checkpoint, NO_DEMAND, MemoryRequest.parse("all"), open_backend("cpu"), available_memory())
+    plan = make_plan(
+        checkpoint, NO_DEMAND, MemoryRequest.parse("all"), open_backend(memory_backend.NAME), available_memory()
+    )
     return str(plan.smallest_bytes)
 
 
@@ -108,8 +116,10 @@ def test_a_step_of_all_experts_in_rounds_reads_each_once_and_in_order(written: c
             assert seen == list(range(EXPERTS))
             assert cost.steps == 1
             assert cost.exhausted == 1
-            assert cost.hits + cost.misses == EXPERTS
-            assert cost.misses <= EXPERTS
+            assert (cost.hits, cost.misses) == (0, EXPERTS)
+            assert cost.expert_bytes_read == EXPERTS * sum(
+                written.parts[layer, part] for part in parts_of(open_checkpoint(written.path), layer)
+            )
 
 
 def test_rounds_use_what_is_resident_before_it_goes(written: checkpoint_files.Written) -> None:
@@ -119,12 +129,34 @@ def test_rounds_use_what_is_resident_before_it_goes(written: checkpoint_files.Wr
                 pass
         assert streamer.counters.misses == EXPERTS
         assert streamer.counters.exhausted == 0
-    with open_streamer(written, smallest(written)) as streamer:
-        streamer.acquire(0, [6, 7]).release()
-        for _lease in streamer.rounds(0, np.arange(5, 8), np.ones(3, np.int64)):
+    with open_streamer(written, "50%") as streamer:
+        first, end = streamer._tables.slot_range[3].tolist()
+        slots = end - first
+        assert 2 < slots < EXPERTS
+        for expert in range(EXPERTS - slots, EXPERTS):  # the last ones in order fill every slot
+            streamer.acquire(3, [expert]).release()
+        before = streamer.counters
+        for lease in streamer.rounds(3, np.arange(EXPERTS), np.ones(EXPERTS, np.int64)):
+            assert_holds(lease, written, 3, lease.experts.tolist())
+        cost = streamer.counters - before
+        # One of them makes room for all that are missing, one after the other, and is read again at its own turn.
+        assert cost.hits == slots - 1
+        assert cost.misses == EXPERTS - slots + 1
+
+
+def test_a_run_of_readable_experts_is_one_lease_within_the_tokens_of_the_pass(
+    written: checkpoint_files.Written,
+) -> None:
+    everyone = np.arange(EXPERTS)
+    with open_streamer(written) as streamer:
+        for _lease in streamer.rounds(1, everyone, np.ones(EXPERTS, np.int64)):
             pass
-        # Six slots would be needed to keep both; one of the two at least is still used in place.
-        assert streamer.counters.hits >= 1
+        streamer.begin_pass(100)
+        runs = []
+        for lease in streamer.rounds(1, everyone, np.array([90, 5, 5, 60, 40, 30, 30, 41])):
+            assert_holds(lease, written, 1, lease.experts.tolist())
+            runs.append(lease.experts.tolist())
+        assert runs == [[0, 1, 2], [3, 4], [5, 6], [7]]
 
 
 def test_rounds_that_are_abandoned_leave_no_lease(written: checkpoint_files.Written) -> None:
@@ -164,6 +196,50 @@ def test_what_does_not_exist_is_refused(written: checkpoint_files.Written, layer
         assert streamer.counters.steps == 0
         for good in range(4):
             streamer.acquire(good, [0]).release()
+
+
+def test_views_are_refused_before_the_wait_and_after_the_release(written: checkpoint_files.Written) -> None:
+    with open_streamer(written) as streamer:
+        lease = streamer.acquire(2, [5], wait=False)
+        with pytest.raises(UsageError, match="still being loaded"):
+            lease.view(0)
+        lease.wait()
+        assert_holds(lease, written, 2, [5])
+        lease.release()
+        lease.release()
+        with pytest.raises(UsageError, match="has ended"):
+            lease.view(0)
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [np.arange(6)[::3], np.array([0, 3], np.int32), (0, 3), np.array([0, 3])],
+    ids=["strided", "int32", "tuple", "own"],
+)
+def test_experts_may_come_in_any_kind_of_row(written: checkpoint_files.Written, experts: Sequence[int]) -> None:
+    before = len(residency.lease.signatures)
+    with open_streamer(written) as streamer, streamer.acquire(0, experts) as lease:
+        assert_holds(lease, written, 0, [0, 3])
+    assert len(residency.lease.signatures) == max(before, 1)  # nothing was compiled for it
+
+
+@pytest.mark.parametrize("experts", [[[0, 1]], 3, list(range(9))])
+def test_what_is_no_row_of_experts_is_refused(written: checkpoint_files.Written, experts: object) -> None:
+    with open_streamer(written) as streamer, pytest.raises(UsageError, match="up to 8 numbers in a row"):
+        streamer.acquire(0, experts)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_a_pass_over_no_token_is_refused(written: checkpoint_files.Written) -> None:
+    with open_streamer(written) as streamer, pytest.raises(UsageError, match="at least 1"):
+        streamer.begin_pass(0)
+
+
+def test_a_readable_slot_under_lease_is_never_a_victim(written: checkpoint_files.Written) -> None:
+    with open_streamer(written, smallest(written)) as streamer, streamer.acquire(3, [0]) as held:
+        for expert in range(1, EXPERTS):
+            with streamer.acquire(3, [expert]) as other:
+                assert other.slots.tolist() != held.slots.tolist()
+            assert_holds(held, written, 3, [0])
 
 
 def test_hits_are_ready_while_misses_are_pending(written: checkpoint_files.Written) -> None:
@@ -291,6 +367,119 @@ class GatedFile:
         self._raw.close()
 
 
+def test_a_failed_read_reaches_everyone_who_waits_for_the_expert(written: checkpoint_files.Written) -> None:
+    checkpoint = open_checkpoint(written.path)
+    bad = int(checkpoint.layers[0].parts[0].offsets[2]) // 4096 * 4096
+
+    def open_file(path: Path, direct: bool) -> RawFile:
+        return FaultyFile(open_raw_file(path, direct), lambda offset: offset == bad)
+
+    with open_streamer(written, open_file=open_file) as streamer:
+        first = streamer.acquire(0, [2], wait=False)
+        second = streamer.acquire(0, [2, 3], wait=False)
+        for lease in (first, second):
+            with pytest.raises(ReadFailed, match="EIO"):
+                lease.wait()
+        first.release()
+        second.release()
+        assert streamer.counters.expert_bytes_read == 55_296  # of the other one: what failed was not read
+        assert not streamer._tables.leases.any()
+
+
+@pytest.mark.parametrize("where", ["prepare", "start", "cancelled", "wait"])
+def test_an_interrupt_leaves_no_lease_and_no_slot_with_two_writers(
+    written: checkpoint_files.Written, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_streamer(written, smallest(written)) as streamer:
+        filler = streamer._filler
+        assert filler is not None
+        real = {"prepare": filler.prepare, "start": filler.start, "cancelled": filler.start, "wait": Ticket.wait}[where]
+
+        def interrupted(*arguments: object) -> object:
+            if where == "start":  # after they were queued
+                real(*arguments)
+            raise KeyboardInterrupt
+
+        target = Ticket if where == "wait" else filler
+        name = "start" if where == "cancelled" else where
+        for _ in range(5):
+            with monkeypatch.context() as patch:
+                patch.setattr(target, name, interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    streamer.acquire(0, [1, 2])
+            assert not streamer._tables.leases.any()
+        for layer in range(4):
+            for experts in ([1, 2], [3, 4], [0, 7]):
+                with streamer.acquire(layer, experts) as lease:
+                    assert_holds(lease, written, layer, experts)
+        assert not streamer._loads
+
+
+def test_a_slot_whose_read_returned_too_late_is_taken_back(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(GatedFile, "armed", False)
+
+    def open_file(path: Path, direct: bool) -> RawFile:
+        return GatedFile(open_raw_file(path, direct), gate)
+
+    with open_streamer(written, smallest(written), open_file=open_file, read_timeout_s=0.2) as streamer:
+        GatedFile.armed = True
+        with pytest.raises(ReadFailed, match="has not answered"):
+            streamer.acquire(3, [0])
+        assert (streamer._tables.state == residency.QUARANTINED).sum() == 1
+        with pytest.raises(UsageError, match="1 lost to reads that never returned"):
+            streamer.acquire(3, [1, 2])
+        gate.set()
+        GatedFile.armed = False
+        slot = next(iter(streamer._loads))
+        while streamer._loads[slot].ticket.abandoned:
+            threading.Event().wait(0.01)
+        with streamer.acquire(3, [1, 2]) as lease:
+            assert_holds(lease, written, 3, [1, 2])
+
+
+class LateCommits:
+    """A wrapper that keeps the bytes from everyone, however long, until the test lets them land."""
+
+    def __init__(self) -> None:
+        self.landed = threading.Event()
+        self.ordered_before: list[int] = []
+
+    @hookimpl(wrapper=True)
+    def commit_slot(self) -> Iterator[None]:
+        yield
+        return self
+
+    def done(self) -> bool:
+        return self.landed.is_set()
+
+    def wait(self) -> None:
+        assert self.landed.wait(60)
+
+    def order_before(self, stream: int) -> None:
+        self.ordered_before.append(stream)
+
+
+def test_a_commit_that_one_stream_waits_for_is_waited_for_by_the_next_stream_too(
+    written: checkpoint_files.Written,
+) -> None:
+    commits = LateCommits()
+    with open_streamer(written, observers=[commits]) as streamer:
+        streamer.acquire(0, [1], stream=7).release(stream=7)
+        second = streamer.acquire(0, [1], wait=False)
+        assert second.pending.tolist() == [0]  # ordered before stream 7 is not readable by everybody
+        second.wait(stream=9)
+        assert commits.ordered_before == [7, 9]
+        second.release(stream=9)
+        commits.landed.set()
+        with streamer.acquire(0, [1], wait=False) as third:
+            assert third.ready.tolist() == [0]
+            assert_holds(third, written, 0, [1])
+        assert streamer.counters.misses == 1
+
+
 def test_many_threads_may_use_one_streamer(written: checkpoint_files.Written) -> None:
     errors: list[BaseException] = []
 
@@ -327,11 +516,11 @@ def test_closing_ends_every_thread_and_what_comes_after_is_refused(written: chec
     lease = streamer.acquire(0, [0])
     streamer.close()
     streamer.close()
+    with pytest.raises(StoreClosed):
+        lease.view(0)
     lease.release()
     with pytest.raises(StoreClosed):
         streamer.acquire(0, [0])
-    with pytest.raises(StoreClosed):
-        lease.view(0)
 
 
 @pytest.mark.usefixtures("no_thread_stays")
@@ -358,6 +547,31 @@ def test_an_allocation_that_fails_leaves_nothing_open(written: checkpoint_files.
     assert closed == [1]
 
 
+@pytest.mark.usefixtures("no_thread_stays")
+@pytest.mark.parametrize("change", ["replaced", "written to", "shortened", "gone"])
+def test_a_file_that_changed_since_it_was_indexed_is_refused(written: checkpoint_files.Written, change: str) -> None:
+    checkpoint = open_checkpoint(written.path)
+    backend = open_backend(memory_backend.NAME)
+    plan = make_plan(checkpoint, NO_DEMAND, MemoryRequest.parse("all"), backend, available_memory())
+    shard = written.files[1]
+    match change:
+        case "replaced":
+            other = shard.with_suffix(".new")
+            other.write_bytes(bytes(shard.stat().st_size))
+            other.replace(shard)
+        case "written to":
+            with shard.open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"x")
+            os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
+        case "shortened":
+            os.truncate(shard, shard.stat().st_size - 1)
+        case "gone":
+            shard.unlink()
+    with pytest.raises(CheckpointError, match=shard.name):
+        ExpertStreamer(checkpoint, plan, backend)
+
+
 def test_seeding_loads_what_the_backend_chooses(written: checkpoint_files.Written) -> None:
     class Choose:
         """A backend's own mind about seeding, as a wrapper."""
@@ -367,11 +581,16 @@ def test_seeding_loads_what_the_backend_chooses(written: checkpoint_files.Writte
             yield
             return list(hottest)[1:2]
 
-    keys = [ExpertKey(0, 4), ExpertKey(0, 6), ExpertKey(3, 1), ExpertKey(3, 2)]
+    keys = {ExpertKey(0, 4): 4.0, ExpertKey(0, 6): 3.0, ExpertKey(3, 1): 2.0, ExpertKey(3, 2): 1.0}
     with open_streamer(written, "50%") as streamer:
         assert streamer.seed(keys) == 4
-        streamer.acquire(0, [4, 6]).release()
-        assert streamer.counters.misses == 4
+        assert streamer.seed(keys) == 0
+        with streamer.acquire(0, [4, 6]) as lease:
+            assert_holds(lease, written, 0, [4, 6])
+        with streamer.acquire(3, [2, 1]) as lease:
+            assert_holds(lease, written, 3, [2, 1])
+        assert streamer.counters.hits == 4
+        assert streamer.counters.misses == 0
     with open_streamer(written, "50%", observers=[Choose()]) as streamer:
         assert streamer.seed(keys) == 2  # one of each size class
 
@@ -389,4 +608,90 @@ def test_a_seed_outside_the_list_is_refused(written: checkpoint_files.Written) -
         open_streamer(written, observers=[Invent()]) as streamer,
         pytest.raises(BackendContractError, match="1 not in"),
     ):
-        streamer.seed([ExpertKey(0, 1)])
+        streamer.seed({ExpertKey(0, 1): 1.0})
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_the_hottest_are_ranked_by_use(written: checkpoint_files.Written, policy: str) -> None:
+    with open_streamer(written, "50%", policy=policy) as streamer:
+        assert streamer.hottest() == {}
+        for layer, experts in ((1, [3, 4]), (0, [5, 6]), (1, [4, 3]), (3, [0, 1]), (1, [4, 2])):
+            streamer.begin_pass(1)
+            streamer.acquire(layer, experts).release()
+        hottest = streamer.hottest()
+        assert len(hottest) == 7
+        if policy == "hotness":
+            assert list(hottest.values()) == [3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+            assert list(hottest)[:3] == [ExpertKey(1, 4), ExpertKey(1, 3), ExpertKey(1, 2)]
+        else:
+            assert set(list(hottest)[:2]) == {ExpertKey(1, 4), ExpertKey(1, 2)}
+            assert set(list(hottest)[2:4]) == {ExpertKey(3, 0), ExpertKey(3, 1)}
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_seeded_streamer_begins_where_the_earlier_one_ended(written: checkpoint_files.Written, policy: str) -> None:
+    steps = [(0, [1, 2]), (1, [3, 4]), (3, [5, 6])]
+    with open_streamer(written, "50%", policy=policy) as streamer:
+        for _ in range(3):
+            streamer.begin_pass(1)
+            for layer, experts in steps:
+                streamer.acquire(layer, experts).release()
+        hottest = streamer.hottest()
+    with open_streamer(written, "50%", policy=policy) as streamer:
+        streamer.seed(hottest)
+        assert list(streamer.hottest()) == list(hottest)
+        for layer, experts in steps:
+            with streamer.acquire(layer, experts) as lease:
+                assert_holds(lease, written, layer, experts)
+        assert streamer.counters.misses == 0
+
+
+def test_a_hot_seed_stays_while_others_come_and_go(written: checkpoint_files.Written) -> None:
+    with open_streamer(written, smallest(written)) as streamer:  # two slots for layer 3
+        assert streamer.seed({ExpertKey(3, 5): 7.0}) == 1
+        streamer.begin_pass(1)
+        for expert in (0, 1, 2, 0, 3):
+            streamer.acquire(3, [expert]).release()
+        streamer.acquire(3, [5]).release()
+        assert streamer.counters.hits == 1
+
+
+def test_seeding_reads_in_file_order_and_tells_how_far_it_is(written: checkpoint_files.Written) -> None:
+    order: list[tuple[str, int]] = []
+
+    class RecordingFile:
+        """A real file that notes where it is read."""
+
+        def __init__(self, path: Path, file: RawFile) -> None:
+            self._path, self._file = path, file
+
+        def pread_into(self, buffer: memoryview, offset: int) -> int:
+            order.append((self._path.name, offset))
+            return self._file.pread_into(buffer, offset)
+
+        def close(self) -> None:
+            self._file.close()
+
+    def open_file(path: Path, direct: bool) -> RawFile:
+        return RecordingFile(path, open_raw_file(path, direct))
+
+    gates = [
+        (written.files[file].name, range(offset, offset + length))
+        for tensor, (file, offset, length) in written.places.items()
+        if "gate_exps" in tensor
+    ]
+    shuffled = np.random.default_rng(11).permutation(4 * EXPERTS).tolist()
+    scores = {ExpertKey(*divmod(number, EXPERTS)): float(100 - place) for place, number in enumerate(shuffled)}
+    with open_streamer(written, "all", open_file=open_file, filler_threads=1, io_mode="buffered") as streamer:
+        order.clear()
+        told: list[tuple[int, int]] = []
+        assert streamer.seed(scores, lambda done, total: told.append((done, total))) == 4 * EXPERTS
+        assert streamer.counters.steps == 0
+        assert streamer.counters.expert_bytes_read == told[-1][0]
+    read = [(file, offset) for file, offset in order if any(file == name and offset in room for name, room in gates)]
+    assert len(read) == 4 * EXPERTS
+    assert read == sorted(read)
+    total_bytes = sum(len(written.expert_bytes(layer, expert)) for layer in range(4) for expert in range(EXPERTS))
+    assert told[-1] == (total_bytes, total_bytes)
+    assert len(told) == 4 * EXPERTS, "in small steps"
+    assert told == sorted(set(told))

@@ -21,7 +21,7 @@ import numpy as np
 from attrs import field, frozen
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from expertstream.checkpoint.index import TensorInfo
+from expertstream.checkpoint.index import FileStamp, TensorInfo
 from expertstream.errors import CheckpointError, ReadFailed, UnsupportedCheckpoint
 
 
@@ -41,6 +41,7 @@ class Header:
     alignment: int
     data_offset: int
     digest: bytes
+    stamp: FileStamp
 
     @property
     def data_end(self) -> int:
@@ -60,7 +61,8 @@ def read_header(path: Path, file: int = 0) -> Header:
     (damaged), ReadFailed (the storage failed).
     """
     with _open(path) as stream:
-        file_bytes = os.fstat(stream.fileno()).st_size
+        status = os.fstat(stream.fileno())
+        file_bytes = status.st_size
         source = _Source(stream, path, file_bytes)
         tensor_count, key_count = _read_preamble(source)
         metadata = _read_metadata(source, key_count)
@@ -69,7 +71,8 @@ def read_header(path: Path, file: int = 0) -> Header:
     data_offset = -(-source.offset // alignment) * alignment
     tensors = tuple(_tensor_info(path, file, record, data_offset, alignment) for record in records)
     _check_ranges(path, tensors)
-    return Header(path, file_bytes, metadata, tensors, alignment, data_offset, source.digest())
+    stamp = FileStamp.of(status)
+    return Header(path, file_bytes, metadata, tensors, alignment, data_offset, source.digest(), stamp)
 
 
 _WINDOW_BYTES = 256 * 1024

@@ -5,6 +5,7 @@ It owns names, types and byte ranges; it never holds a tensor's bytes. Readers o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import numpy as np
 from attrs import field, frozen, validators
 from numpy.typing import NDArray
 
+from expertstream.errors import CheckpointError
+
 
 @frozen
 class TensorInfo:
-    """A tensor that stays resident: `nbytes` at `offset` of file number `file` of the checkpoint.
+    """A tensor as the file has it: `nbytes` at `offset` of file number `file` of the checkpoint.
 
     `shape` is in numpy order, slowest first, in elements; `type_name` is the format's own name ("Q4_K").
     """
@@ -58,13 +61,28 @@ class ExpertLayer:
         return sum(part.expert_bytes for part in self.parts)
 
 
+@frozen
+class FileStamp:
+    """What tells a file from the one that was indexed, without reading it."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileStamp:
+        """The stamp of a file whose status is this."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 @frozen(eq=False)
 class Checkpoint:
     """The index of a model's files. Immutable, holds no file open, safe from any thread.
 
     `metadata` is the format's own (str to int, float, bool, str or a sequence of them). `tensors` are the resident ones
     by name; `layers` those that have routed experts, ascending. `identity` names the exact model: equal for
-    equal headers (of every shard), however the checkpoint was opened.
+    equal headers (of every shard), however the checkpoint was opened. `stamps` are of the files when they were read.
     """
 
     files: tuple[Path, ...]
@@ -73,6 +91,23 @@ class Checkpoint:
     layers: tuple[ExpertLayer, ...] = field(repr=False)
     experts_per_token: int
     identity: str
+    stamps: tuple[FileStamp, ...] = field(repr=False)
+
+    def refuse_changed(self) -> None:
+        """Raise CheckpointError if a file is no longer the one whose header was read: its offsets may be another's.
+
+        To be called after the files have been opened for reading.
+        """
+        for path, stamp in zip(self.files, self.stamps, strict=True):
+            try:
+                found = FileStamp.of(path.stat())
+            except OSError as error:
+                raise CheckpointError(f"{path}: it has gone since its header was read: {error.strerror}") from error
+            if found != stamp:
+                raise CheckpointError(
+                    f"{path}: it was replaced or written to since its header was read ({stamp.size_bytes} bytes then,"
+                    f" {found.size_bytes} now): open the model again when nothing writes to it"
+                )
 
     @property
     def routed_bytes(self) -> int:

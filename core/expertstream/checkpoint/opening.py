@@ -38,6 +38,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         layers=layers,
         experts_per_token=experts_per_token,
         identity=_identity(headers),
+        stamps=tuple(header.stamp for header in headers),
     )
 
 

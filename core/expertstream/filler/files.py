@@ -13,15 +13,14 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from attrs import Attribute, field, frozen, validators
 
+from expertstream.config import IoMode
 from expertstream.errors import CheckpointError, MachineError, ReadFailed
-from expertstream.observers import get_log
+from expertstream.log import get_log
 from expertstream.slots import IO_ALIGNMENT_BYTES
-
-IoMode = Literal["auto", "direct", "buffered"]
 
 LARGEST_READ_BYTES = 1 << 30
 """One system call delivers at most 2,147,479,552 bytes, and some systems refuse to be asked for more."""

@@ -14,13 +14,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Protocol
 
 from attrs import Attribute, field, frozen, validators
 
+from expertstream.config import IoMode
 from expertstream.errors import BackendContractError, ConfigError, MachineError, ReadFailed, UsageError
-from expertstream.filler.files import IoMode, OpenFile, PartRead, SourceFile, open_raw_file
-from expertstream.observers import get_log
-from expertstream.slots import IO_ALIGNMENT_BYTES, Commit, ExpertKey, SlotStore, Staging
+from expertstream.filler.files import OpenFile, PartRead, SourceFile, open_raw_file
+from expertstream.log import get_log
+from expertstream.slots import IO_ALIGNMENT_BYTES, Commit, ExpertKey, SlotLayout, Staging
 
 
 def _rooms_do_not_overlap(
@@ -33,11 +35,22 @@ def _rooms_do_not_overlap(
         end = read.room_offset + read.room_bytes
 
 
+class StagingStore(Protocol):
+    """What the filler asks of a store; every SlotStore is one, and says what these mean."""
+
+    @property
+    def layout(self) -> SlotLayout: ...
+
+    def stage(self, slot: int) -> Staging: ...
+
+    def discard(self, staging: Staging) -> None: ...
+
+
 @frozen(eq=False)
 class Fill:
     """One slot to be filled: what to read into it, in ascending order of the rooms. `label` is for error messages."""
 
-    store: SlotStore
+    store: StagingStore
     slot: int
     reads: tuple[PartRead, ...] = field(validator=[validators.min_len(1), _rooms_do_not_overlap])
     label: ExpertKey | str
@@ -114,7 +127,7 @@ class Filler:
     def __init__(
         self,
         files: Sequence[Path],
-        commit: Callable[[SlotStore, Staging], Commit],
+        commit: Callable[[Any, Staging], Commit],
         *,
         thread_count: int = 8,
         io_mode: IoMode = "auto",
@@ -122,7 +135,7 @@ class Filler:
         read_timeout_s: float = 120,
         open_file: OpenFile = open_raw_file,
     ) -> None:
-        """Open and probe every file, then start the threads. `commit` is called from them, at once for different slots.
+        """Open and probe every file, then start the threads, which call `commit` with a fill's store and its staging.
 
         Raises ConfigError, CheckpointError, ReadFailed, and MachineError where "direct" is asked for and refused.
         """
@@ -178,35 +191,59 @@ class Filler:
         return self._bytes_read
 
     def submit(self, fills: Sequence[Fill]) -> list[Ticket]:
-        """One ticket for each fill, in order. Does not block. Raises UsageError before anything is queued."""
+        """One ticket for each fill, in order, all under way. Does not block. Raises UsageError, with nothing queued."""
+        tickets = self.prepare(fills)
+        self.start(tickets)
+        return tickets
+
+    def prepare(self, fills: Sequence[Fill]) -> list[Ticket]:
+        """One ticket for each fill, in order, not under way: for a caller who must hold them before they are.
+
+        Raises UsageError for a fill that this filler cannot do.
+        """
         for fill in fills:
             self._check_bounds(fill)
-        tickets = [Ticket(self, fill) for fill in fills]
+        return [Ticket(self, fill) for fill in fills]
+
+    def start(self, tickets: Sequence[Ticket]) -> None:
+        """Queue what `prepare` made. Does not block. Raises UsageError, with nothing queued, when closed."""
         with self._lock:
             if self._is_closing:
                 raise UsageError("fills were submitted to a filler that is closed")
             self._queued.extend(tickets)
-            self._work.notify(sum(len(fill.reads) for fill in fills))
-        return tickets
+            self._work.notify(sum(len(ticket._fill.reads) for ticket in tickets))
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Fail those that have parts which no thread has begun to read, started or not; the others end by themselves.
+
+        Every one of them is answered sooner or later, without being waited for here.
+        """
+        with self._lock:
+            left_to_us = self._fail_unread(tickets, "was cancelled before it was read")
+        for ticket in left_to_us:
+            self._settle(ticket, _Activity())
 
     def close(self) -> None:
         """Cancel what is queued, wait for the reads under way, end the threads and close the files.
 
-        Reads that reach `read_timeout_s` are not waited for: their fills become `abandoned`, and a warning says
-        so. A second call does nothing.
+        A read that goes on for longer is warned of, and is waited for a few seconds, or until `read_timeout_s`: then
+        its fill becomes `abandoned`, and another warning says so. A second call does nothing.
         """
         with self._lock:
             self._is_closing = True
             begun = [activity.ticket for activity in self._activities if activity.ticket is not None]
-            unread = [ticket for ticket in (*self._queued, *self._staged, *begun) if ticket._has_unclaimed_reads]
-            for ticket in unread:
-                self._fail(ticket, UsageError(f"the filler was closed before {ticket._fill.label} was read"))
-            left_to_us = [ticket for ticket in unread if self._take_if_idle(ticket)]
+            left_to_us = self._fail_unread(
+                (*self._queued, *self._staged, *begun), "was not read before the filler closed"
+            )
             self._work.notify_all()
         for ticket in left_to_us:
             self._settle(ticket, _Activity())
-        for thread, activity in zip(self._threads, self._activities, strict=False):  # an open that fails has fewer
-            thread.join(max(_THREAD_END_S, activity.began_at + self._read_timeout_s - time.monotonic()))
+        self._join(_QUIET_CLOSE_S)
+        limit_s = min(_LONGEST_CLOSE_S, self._read_timeout_s)
+        for activity in self._activities:
+            if activity.ticket is not None:
+                get_log().warning("close_waits", **activity.fields(), at_most_s=limit_s)
+        self._join(limit_s)
         stuck = self._abandon_stuck()
         for activity in stuck:
             get_log().warning("read_left_behind", **activity.fields())
@@ -215,6 +252,19 @@ class Filler:
         for file in self._files:
             if file.path not in stuck_paths:
                 file.close()
+
+    def _join(self, limit_s: float) -> None:
+        """Wait for all threads to end, for so many seconds together."""
+        ends_at = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
+
+    def _fail_unread(self, tickets: Sequence[Ticket], why: str) -> list[Ticket]:
+        """Fail those with unclaimed parts; the answer is which of them the caller must settle. Under the lock."""
+        unread = [ticket for ticket in tickets if ticket._has_unclaimed_reads]
+        for ticket in unread:
+            self._fail(ticket, UsageError(f"{ticket._fill.label} {why}"))
+        return [ticket for ticket in unread if self._take_if_idle(ticket)]
 
     def _check_bounds(self, fill: Fill) -> None:
         for read in fill.reads:
@@ -421,8 +471,11 @@ class Filler:
             return stuck
 
 
-_THREAD_END_S = 1.0
-"""How long a thread that has nothing under way may take to end."""
+_QUIET_CLOSE_S = 0.5
+"""How long threads may take to end before somebody who presses Ctrl-C wonders what is going on."""
+
+_LONGEST_CLOSE_S = 5.0
+"""How long a close waits for storage after that. Nobody needs what is read then."""
 
 
 class _Activity:
