@@ -1,0 +1,156 @@
+"""Slots as a Metal device takes them, on any POSIX machine: page-aligned host memory, wired, read in place.
+
+This module is the hooks and the options. The parts: `store` the slots, `streams` who still reads them, `wiring`
+what keeps them in memory, `mlx` the only one that knows MLX.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Literal, cast, get_args
+
+from attrs import Attribute, field, frozen, validators
+
+from expertstream import (
+    READY,
+    BackendUnavailable,
+    Commit,
+    DeviceDescription,
+    MemoryRequest,
+    SlotBudget,
+    SlotLayout,
+    SlotStore,
+    Staging,
+    available_memory,
+    hookimpl,
+)
+from expertstream_metal_compat.mlx import Mlx, find_mlx
+from expertstream_metal_compat.store import WiredStore, Wiring, slot_stride_bytes
+from expertstream_metal_compat.wiring import wirable_bytes
+
+EXPERTSTREAM_CONTRACT = 1
+
+Views = Literal["numpy", "mlx"]
+
+
+def _is_a_size(instance: object, attribute: Attribute[MemoryRequest], value: MemoryRequest) -> None:
+    if value.size_bytes is None:
+        raise ValueError(f"{value} is a share of something; {attribute.name} is an amount, such as 8GiB")
+
+
+@frozen(kw_only=True)
+class Options:
+    """What the user can set.
+
+    Slots and everything resident take `working_set_percent` of the recommended working set together: the device's
+    own figure, or `recommended_working_set`, which goes before it. `wire` keeps slots in memory with mlock: "try"
+    wires as many as the system lets it and warns about the rest, "require" grants no more slots than can be wired
+    beside as much as is resident.
+    `views` is what kernels are given: numpy arrays, or MLX arrays of the same bytes.
+    """
+
+    working_set_percent: int = field(default=75, validator=[validators.ge(1), validators.le(100)])
+    recommended_working_set: MemoryRequest | None = field(default=None, validator=validators.optional(_is_a_size))
+    wire: Wiring = field(default="try", validator=validators.in_(get_args(Wiring)))
+    views: Views = field(default="numpy", validator=validators.in_(get_args(Views)))
+
+
+_options = Options()
+"""Of the opening under way. A store keeps what it was made with."""
+
+
+@hookimpl
+def configure(options: Options) -> None:
+    """Count for every hook called from now on."""
+    global _options
+    _options = options
+
+
+@hookimpl
+def host_memory_is_device_addressable() -> bool:
+    """One memory. Raises BackendUnavailable where MLX views are asked for and cannot be had."""
+    if _options.views == "mlx":
+        _required_mlx().check_adoption()
+    return True
+
+
+@hookimpl
+def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
+    """The stated part of the recommended working set less the resident bytes; only what can be wired, if required."""
+    stride_bytes = slot_stride_bytes(expert_bytes)
+    room_bytes, why = _working_set()
+    slots = max(room_bytes - resident_bytes, 0) // stride_bytes
+    if asked is not None:
+        slots = min(asked, slots)
+    reason = f"{slots} slots of {stride_bytes} bytes beside {resident_bytes} resident bytes: {why}"
+    if _options.wire == "off":
+        return SlotBudget(slots, reason)
+    # Slots granted to other classes are among the resident bytes, nobody says how many: as if all of those were wired.
+    lockable_bytes, limit = wirable_bytes(resident_bytes + slots * stride_bytes)
+    wirable = max(lockable_bytes - resident_bytes, 0) // stride_bytes
+    if wirable >= slots:
+        return SlotBudget(slots, reason)
+    if _options.wire == "require":
+        return SlotBudget(
+            wirable,
+            f"{wirable} slots of {stride_bytes} bytes can be wired for certain beside {resident_bytes} resident bytes:"
+            f' {limit}; raise it, or set wire = "try"',
+        )
+    return SlotBudget(slots, f"{reason}; {wirable} of them can be wired for certain: {limit}")
+
+
+@hookimpl
+def alloc_slot_store(layout: SlotLayout, slot_count: int) -> SlotStore:
+    """One mapping for all slots, wired as far as the system allows."""
+    mlx = _required_mlx() if _options.views == "mlx" else None
+    return WiredStore(layout, slot_count, wiring=_options.wire, mlx=mlx)
+
+
+@hookimpl
+def commit_slot(store: SlotStore, staging: Staging) -> Commit:
+    """The bytes are where kernels read them."""
+    return READY
+
+
+@hookimpl
+def describe_device() -> DeviceDescription:
+    """The device that MLX names, else the processor; and the memory that this process may still take."""
+    mlx = find_mlx()
+    name = mlx.device_name if mlx else platform.processor() or platform.machine()
+    return DeviceDescription(name, mlx.memory_bytes if mlx else None, available_memory().bytes)
+
+
+@hookimpl
+def launch_read(store: SlotStore, slot: int, stream: int, after_ms: int) -> Callable[[], bytes]:
+    """A read by the stream's thread."""
+    return cast(WiredStore, store).launch_read(slot, stream, after_ms)
+
+
+def _working_set() -> tuple[int, str]:
+    """The bytes that slots and everything resident may take together, and why."""
+    available = available_memory()
+    mlx = find_mlx()
+    if _options.recommended_working_set is not None:
+        recommended_bytes, source = _options.recommended_working_set.resolve(0), "as configured"
+    elif mlx is not None:
+        recommended_bytes, source = mlx.recommended_working_set_bytes, f"as {mlx.device_name} says"
+    else:
+        recommended_bytes, source = available.bytes, f"all that is available: {available.reason}"
+    percent = _options.working_set_percent
+    allowed_bytes = recommended_bytes * percent // 100
+    if allowed_bytes > available.bytes:
+        return available.bytes, (
+            f"{percent} % of a recommended working set of {recommended_bytes} bytes, {source}, are more than the"
+            f" {available.bytes} bytes available: {available.reason}"
+        )
+    return allowed_bytes, f"{percent} % of a recommended working set of {recommended_bytes} bytes, {source}"
+
+
+def _required_mlx() -> Mlx:
+    mlx = find_mlx()
+    if mlx is None:
+        raise BackendUnavailable(
+            'views = "mlx" needs MLX on a machine with Metal, and there is none here; views = "numpy" needs neither'
+        )
+    return mlx

@@ -1,0 +1,156 @@
+"""Slots in one mapping of page-aligned host memory, which is staging, slot and kernel's view at once.
+
+A refill waits for the reads that were announced: a slot knows the number of the last work that may read it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, available_memory, get_log
+from expertstream_metal_compat.mlx import Mlx
+from expertstream_metal_compat.streams import Streams
+from expertstream_metal_compat.wiring import unwire, wire
+
+Wiring = Literal["try", "require", "off"]
+
+
+def slot_stride_bytes(slot_bytes: int, alignment: int = 1) -> int:
+    """From one slot to the next: a device takes a buffer without a copy if it is whole pages, which may be 16 KiB."""
+    unit = math.lcm(mmap.PAGESIZE, alignment)
+    return -(-slot_bytes // unit) * unit
+
+
+class WiredStore:
+    """Slots of whole pages, one after the other.
+
+    Unless `wiring` is "off", slots are locked into memory one by one until the system refuses. With "try", those
+    after it work as well, but may be swapped, and a warning says how many bytes are wired. Raises DeviceOutOfMemory
+    with the bytes asked for and available, or with the bytes that could be wired where all are required.
+    """
+
+    def __init__(self, layout: SlotLayout, slot_count: int, *, wiring: Wiring, mlx: Mlx | None) -> None:
+        self.layout = layout
+        self.slot_count = slot_count
+        self._stride_bytes = slot_stride_bytes(layout.slot_bytes, layout.alignment)
+        self._pages: NDArray[np.uint8] | None = _map(slot_count, self._stride_bytes, layout)
+        self.wired_bytes = 0 if wiring == "off" else self._wire(wiring)
+        self._streams = Streams()
+        self._readers: list[dict[int, int]] = [{} for _ in range(slot_count)]  # of each slot: stream, last work
+        self._readers_lock = Lock()
+        self._mlx = mlx
+        self._views: list[Any] = [
+            pages[: layout.slot_bytes] if mlx is None else mlx.adopt(pages, layout.slot_bytes) for pages in self._pages
+        ]
+
+    def stage(self, slot: int) -> Staging:
+        """The slot itself, once the announced reads are over."""
+        pages = self._slot(slot)
+        with self._readers_lock:
+            readers, self._readers[slot] = self._readers[slot], {}
+        for stream, number in readers.items():
+            self._streams.wait(stream, number)
+        return Staging(slot, pages.data)
+
+    def discard(self, staging: Staging) -> None:
+        """Nothing to give back."""
+
+    def mark_read(self, slot: int, stream: int) -> None:
+        """Remember the last work launched on the stream; MLX's own work is followed by one that waits for it."""
+        self._slot(slot)
+        if self._mlx is not None:
+            self._streams.launch(stream, self._mlx.synchronize)
+        number = self._streams.last_launched(stream)
+        with self._readers_lock:
+            self._readers[slot][stream] = number
+
+    def device_view(self, slot: int) -> Any:
+        """The slot itself, (slot_bytes,) uint8: a numpy array, or an MLX array where the store was made for MLX."""
+        self._slot(slot)
+        return self._views[slot]
+
+    def read_back(self, slot: int) -> bytes:
+        """A copy of the slot."""
+        return self._slot(slot).tobytes()
+
+    def launch_read(self, slot: int, stream: int, after_ms: int) -> Callable[[], bytes]:
+        """As the hook of this name."""
+        pages = self._slot(slot)
+
+        def read() -> bytes:
+            time.sleep(after_ms / 1000)
+            return pages.tobytes()
+
+        return self._streams.launch(stream, read).result
+
+    def close(self) -> None:
+        """Wait for reads under way and give the mapping up; it is unmapped when the last view of it is gone."""
+        self._streams.close()
+        pages, self._pages = self._pages, None
+        self._views = []
+        if pages is not None and self.wired_bytes:
+            unwire(pages.ctypes.data, self.wired_bytes)  # not only when unmapped: someone may have kept a view
+
+    def _slot(self, slot: int) -> NDArray[np.uint8]:
+        if self._pages is None:
+            raise StoreClosed("this slot store is closed")
+        if not 0 <= slot < self.slot_count:
+            raise IndexError(f"slot {slot} of a store with {self.slot_count} slots")
+        view: NDArray[np.uint8] = self._pages[slot, : self.layout.slot_bytes]
+        return view
+
+    def _wire(self, wiring: Wiring) -> int:
+        """Lock slot by slot; the bytes that were locked."""
+        assert self._pages is not None, "a store is wired while it is made"
+        size_bytes = self._pages.nbytes
+        for slot, pages in enumerate(self._pages):
+            try:
+                wire(pages.ctypes.data, self._stride_bytes)
+            except OSError as error:
+                wired_bytes = slot * self._stride_bytes
+                if wiring == "require":
+                    unwire(self._pages.ctypes.data, wired_bytes)
+                    self._pages = None
+                    raise DeviceOutOfMemory(
+                        f"{self.slot_count} slots, {size_bytes} bytes, are to be wired; the first {slot} could be,"
+                        f' {wired_bytes} bytes, and then: {error}; ask for as many, or set wire = "try"'
+                    ) from error
+                get_log().warning(
+                    "slots_wired_in_part",
+                    wired_slots=slot,
+                    slot_count=self.slot_count,
+                    wired_bytes=wired_bytes,
+                    total_bytes=size_bytes,
+                    error=str(error),
+                )
+                return wired_bytes
+        return size_bytes
+
+
+def _map(slot_count: int, stride_bytes: int, layout: SlotLayout) -> NDArray[np.uint8]:
+    """Memory of zeros, (slot_count, stride_bytes), whose rows begin at multiples of the layout's alignment."""
+    size_bytes = slot_count * stride_bytes
+    available = available_memory()
+    refusal = (
+        f"{slot_count} slots of {layout.slot_bytes} bytes, each {stride_bytes} bytes of whole pages, need {size_bytes}"
+        f" bytes of memory; {available.bytes} are available: {available.reason}"
+    )
+    if size_bytes > available.bytes:  # wiring takes every page at once, and what is not there ends the process
+        raise DeviceOutOfMemory(refusal)
+    try:
+        memory = mmap.mmap(-1, size_bytes + layout.alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise DeviceOutOfMemory(f"{refusal}; the system says: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer page faults and TLB misses; direct reads pin fewer pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    mapped = np.frombuffer(memory, np.uint8)
+    start = -mapped.ctypes.data % layout.alignment
+    return mapped[start : start + size_bytes].reshape(slot_count, stride_bytes)

@@ -1,0 +1,345 @@
+"""The metal_compat backend's own promises: whole pages, wired as far as they can be, refilled after the last read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+
+import expertstream_metal_compat
+from expertstream import (
+    AvailableMemory,
+    Backend,
+    BackendUnavailable,
+    ConfigError,
+    DeviceOutOfMemory,
+    SlotLayout,
+    SlotPart,
+    open_backend,
+)
+from expertstream.config import BackendOption
+from expertstream_metal_compat import store as store_module
+from expertstream_metal_compat import wiring
+from expertstream_metal_compat.store import WiredStore
+from expertstream_metal_compat.streams import Streams
+
+LAYOUT = SlotLayout((SlotPart("gate", 0, 8192), SlotPart("down", 8192, 4096)))
+GIB = 1 << 30
+
+
+def opened(**options: object) -> Backend:
+    """The backend with these options."""
+    given = [BackendOption("metal_compat", key, value) for key, value in options.items()]
+    return open_backend("metal_compat", options=given)
+
+
+@pytest.fixture(autouse=True)
+def options_of_their_own() -> Iterator[None]:
+    """What a test configures does not outlive it."""
+    yield
+    opened()
+
+
+@pytest.fixture
+def eight_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 GiB are available, and nothing limits locked memory."""
+    memory = AvailableMemory(8 * GIB, "made up", 8 * GIB)
+    monkeypatch.setattr(expertstream_metal_compat, "available_memory", lambda: memory)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def locked_bytes() -> int:
+    """What this process has locked, by the system's own account."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("this system does not tell how much memory a process has locked")
+    found = re.search(r"VmLck:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+class TestSlots:
+    def test_the_staging_is_the_slot(self) -> None:
+        store = opened().alloc_slot_store(LAYOUT, 3)
+        staging = store.stage(1)
+        staging.view[:] = bytes(range(256)) * (LAYOUT.slot_bytes // 256)
+        view = np.from_dlpack(store.device_view(1))  # type: ignore[arg-type]  # the view has DLPack
+        assert view.shape == (LAYOUT.slot_bytes,)
+        assert view.tobytes() == store.read_back(1) == bytes(range(256)) * (LAYOUT.slot_bytes // 256)
+        store.close()
+
+    @pytest.mark.parametrize("page_bytes", [4096, 16384, 65536])
+    def test_a_slot_takes_whole_pages_of_any_size(self, monkeypatch: pytest.MonkeyPatch, page_bytes: int) -> None:
+        monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
+        store = opened(wire="off").alloc_slot_store(LAYOUT, 5)
+        addresses = [np.asarray(store.device_view(slot)).ctypes.data for slot in range(5)]
+        assert set(np.diff(addresses).tolist()) == {max(12288, page_bytes)}
+        store.close()
+
+    @pytest.mark.parametrize("alignment", [4096, 3 * 4096, 1 << 20])
+    def test_slots_are_aligned_to_pages_and_to_what_the_layout_asks_for(self, alignment: int) -> None:
+        store = opened().alloc_slot_store(SlotLayout(LAYOUT.parts, alignment), 4)
+        for slot in range(4):
+            address = np.asarray(store.device_view(slot)).ctypes.data
+            assert address % alignment == 0
+            assert address % mmap.PAGESIZE == 0
+        store.close()
+
+    def test_more_than_there_is_is_refused_before_anything_is_taken(self) -> None:
+        layout = SlotLayout((SlotPart("gate", 0, GIB),))
+        before = locked_bytes()
+        with pytest.raises(DeviceOutOfMemory, match=r"1099511627776000 bytes of memory; \d+ are available"):
+            opened().alloc_slot_store(SlotLayout((SlotPart("gate", 0, 1000 * GIB),)), 1024)
+        with pytest.raises(DeviceOutOfMemory):
+            opened().alloc_slot_store(layout, 1 << 20)
+        assert locked_bytes() == before
+
+
+class TestWiring:
+    def test_slots_are_wired_until_the_store_is_closed(self) -> None:
+        before = locked_bytes()
+        store = opened().alloc_slot_store(LAYOUT, 4)
+        kept = store.device_view(0)
+        assert locked_bytes() == before + 4 * 12288
+        store.close()
+        assert locked_bytes() == before
+        del kept
+        store = opened(wire="off").alloc_slot_store(LAYOUT, 4)
+        assert locked_bytes() == before
+        store.close()
+
+    def test_where_wiring_fails_partway_every_slot_works_and_a_warning_says_what_was_got(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.fail_after(2, monkeypatch)
+        with structlog.testing.capture_logs() as log:
+            store = opened().alloc_slot_store(LAYOUT, 5)
+        assert isinstance(store, WiredStore)
+        assert store.wired_bytes == 2 * 12288
+        (warning,) = [entry for entry in log if entry["event"] == "slots_wired_in_part"]
+        assert (warning["wired_slots"], warning["slot_count"]) == (2, 5)
+        assert (warning["wired_bytes"], warning["total_bytes"]) == (2 * 12288, 5 * 12288)
+        assert "no room" in warning["error"]
+        for slot in range(5):
+            store.stage(slot).view[:] = bytes([slot + 1]) * LAYOUT.slot_bytes
+        assert [set(store.read_back(slot)) for slot in range(5)] == [{1}, {2}, {3}, {4}, {5}]
+        store.close()
+
+    def test_where_wiring_is_required_and_fails_nothing_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = locked_bytes()
+        self.fail_after(2, monkeypatch)
+        with pytest.raises(DeviceOutOfMemory, match=r"5 slots, 61440 bytes, .* first 2 could be, 24576 bytes.*no room"):
+            opened(wire="require").alloc_slot_store(LAYOUT, 5)
+        assert locked_bytes() == before
+
+    @staticmethod
+    def fail_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        left = iter(range(count))
+
+        def wire(address: int, size_bytes: int) -> None:
+            if next(left, None) is None:
+                raise OSError(12, "no room")
+            wiring.wire(address, size_bytes)
+
+        monkeypatch.setattr(store_module, "wire", wire)
+
+    def test_the_systems_own_limit_is_met_without_an_error(self) -> None:
+        """In a process that may lock 64 KiB: the budget knows, and the store wires as much."""
+        script = """
+import logging, os, resource
+import expertstream_metal_compat as backend
+from expertstream import SlotLayout, SlotPart
+logging.basicConfig(format="%(message)s")
+layout = SlotLayout((SlotPart("gate", 0, 8192),))
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+if os.geteuid() == 0:
+    os.setuid(65534)  # the limit does not bind root
+print(backend.budget_for_expert_size(8192, 0, 100).reason)
+store = backend.alloc_slot_store(layout, 20)
+print(store.wired_bytes // store._stride_bytes, store.slot_count)
+store.close()
+backend.configure(backend.Options(wire="require"))
+print(backend.budget_for_expert_size(8192, 0, 100))
+"""
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        reason, wired, required = result.stdout.splitlines()
+        fitting = 65536 // max(8192, mmap.PAGESIZE)
+        assert reason.endswith(
+            f"; {fitting} of them can be wired for certain: the limit on locked memory (ulimit -l) is 65536 bytes,"
+            " and 0 are locked already"
+        )
+        assert wired == f"{fitting} 20"
+        assert required.startswith(f"SlotBudget(slots={fitting}, reason='{fitting} slots of ")
+        assert "slots_wired_in_part" in result.stderr
+
+
+class TestBudget:
+    def test_it_is_the_stated_part_of_what_is_available_less_the_resident_bytes(self, eight_gib: None) -> None:
+        budget = opened().budget_for_expert_size(GIB, 2 * GIB, None)
+        assert budget.slots == 4  # 75 % of 8 are 6
+        assert "75 % of a recommended working set of 8589934592 bytes, all that is available: made up" in budget.reason
+        assert opened(working_set_percent=100).budget_for_expert_size(GIB, 2 * GIB, None).slots == 6
+        assert opened(working_set_percent=25).budget_for_expert_size(GIB, 2 * GIB, 7).slots == 0
+
+    def test_a_configured_working_set_goes_before_what_is_available(self, eight_gib: None) -> None:
+        budget = opened(recommended_working_set="4GiB").budget_for_expert_size(GIB, GIB, None)
+        assert budget.slots == 2
+        assert "75 % of a recommended working set of 4294967296 bytes, as configured" in budget.reason
+
+    def test_slots_that_must_be_wired_stay_within_the_limit_together_with_those_granted_before(
+        self, eight_gib: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (6 * GIB, 6 * GIB))
+        monkeypatch.setattr(wiring, "_is_above_the_limit", lambda _: False)
+        budget = opened(wire="require", working_set_percent=100).budget_for_expert_size(GIB, 2 * GIB, None)
+        assert budget.slots == (6 * GIB - 2 * GIB - wiring._locked_bytes()) // GIB
+        assert "limit on locked memory (ulimit -l) is 6442450944 bytes" in budget.reason
+        assert opened(working_set_percent=100).budget_for_expert_size(GIB, 2 * GIB, None).slots == 6
+
+    def test_no_configuration_makes_more_memory_than_there_is(self, eight_gib: None) -> None:
+        budget = opened(recommended_working_set="1TiB").budget_for_expert_size(GIB, GIB, None)
+        assert budget.slots == 7
+        assert "are more than the 8589934592 bytes available" in budget.reason
+
+    def test_a_slot_counts_as_the_whole_pages_that_it_takes(
+        self, eight_gib: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(mmap, "PAGESIZE", 16384)
+        budget = opened(recommended_working_set="128KiB", working_set_percent=100).budget_for_expert_size(4096, 0, None)
+        assert budget.slots == 8
+        assert "8 slots of 16384 bytes" in budget.reason
+
+    @pytest.mark.parametrize(
+        ("option", "why"),
+        [
+            ({"working_set_percent": 101}, "working_set_percent"),
+            ({"recommended_working_set": "50%"}, "50% is a share of something"),
+            ({"wire": True}, "'try', 'require', 'off'"),
+            ({"wires": "off"}, "did you mean 'wire'"),
+        ],
+    )
+    def test_options_that_cannot_be_are_refused(self, option: dict[str, object], why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            opened(**option)
+
+
+class TestStreams:
+    def test_a_refill_waits_for_the_announced_read_and_not_for_what_came_later(self) -> None:
+        streams = Streams()
+        first, later = threading.Event(), threading.Event()
+        streams.launch(1, first.wait)
+        number = streams.last_launched(1)
+        streams.launch(1, later.wait)
+        waiting = threading.Thread(target=streams.wait, args=(1, number))
+        waiting.start()
+        waiting.join(0.05)
+        assert waiting.is_alive()
+        first.set()
+        waiting.join(10)
+        assert not waiting.is_alive()
+        later.set()
+        streams.close()
+
+    def test_work_that_fails_is_over_too(self) -> None:
+        streams = Streams()
+        failed = streams.launch(0, lambda: 1 // 0)
+        streams.wait(0, streams.last_launched(0))
+        with pytest.raises(ZeroDivisionError):
+            failed.result()
+        streams.close()
+
+    def test_a_stream_without_work_is_not_waited_for(self) -> None:
+        store = opened().alloc_slot_store(LAYOUT, 1)
+        store.mark_read(0, 77)
+        store.stage(0)
+        store.close()
+
+    def test_a_read_that_was_announced_sees_the_old_bytes(self) -> None:
+        backend = opened()
+        store = backend.alloc_slot_store(LAYOUT, 1)
+        store.stage(0).view[:] = b"\x11" * LAYOUT.slot_bytes
+        result = backend.hooks.launch_read(store=store, slot=0, stream=3, after_ms=30)
+        store.mark_read(0, 3)
+        store.stage(0).view[:] = b"\x22" * LAYOUT.slot_bytes
+        assert set(result()) == {0x11}
+        assert set(store.read_back(0)) == {0x22}
+        store.close()
+
+
+class MlxStandIn:
+    """What the backend uses of `mlx.core`, made of numpy: no machine of the project has the real one."""
+
+    gpu = "gpu"
+
+    class metal:
+        @staticmethod
+        def is_available() -> bool:
+            return True
+
+    def __init__(self, *, adopts: bool = True) -> None:
+        self.adopts = adopts
+        self.adopted: list[Any] = []
+        self.synchronized = 0
+
+    def device_info(self) -> dict[str, Any]:
+        return {"device_name": "M0", "memory_size": 8 * GIB, "max_recommended_working_set_size": 4 * GIB}
+
+    def array(self, pages: Any, copy: bool) -> Any:
+        if not self.adopts:
+            raise TypeError("array() got an unexpected keyword argument 'copy'")
+        assert copy is False
+        self.adopted.append(pages)
+        return pages.view()
+
+    def default_stream(self, device: str) -> str:
+        return f"{device} 0"
+
+    def synchronize(self, stream: str) -> None:
+        assert stream == "gpu 0"
+        self.synchronized += 1
+
+
+class TestMlx:
+    def test_without_it_its_views_are_refused(self) -> None:
+        with pytest.raises(BackendUnavailable, match=r'needs MLX on a machine with Metal.*views = "numpy"'):
+            opened(views="mlx")
+
+    def test_its_views_are_the_slots_in_whole_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        mlx = MlxStandIn()
+        monkeypatch.setitem(sys.modules, "mlx.core", mlx)  # type: ignore[arg-type]  # a stand-in for a module
+        store = opened(views="mlx").alloc_slot_store(LAYOUT, 2)
+        adopted = mlx.adopted[-2:]
+        assert all(pages.ctypes.data % mmap.PAGESIZE == 0 and pages.nbytes % mmap.PAGESIZE == 0 for pages in adopted)
+        store.stage(1).view[:] = b"\x33" * LAYOUT.slot_bytes
+        view = store.device_view(1)
+        assert np.shares_memory(view, adopted[1])  # type: ignore[arg-type]  # an array of the stand-in
+        assert set(np.asarray(view).tobytes()) == {0x33}
+        store.mark_read(1, 0)
+        store.stage(1)
+        assert mlx.synchronized == 1, "a refill waits for what MLX launched"
+        store.close()
+
+    def test_one_that_would_copy_is_refused_beforehand(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "mlx.core", MlxStandIn(adopts=False))  # type: ignore[arg-type]  # as above
+        with pytest.raises(BackendUnavailable, match=r"cannot use memory without a copy; update it: .*'copy'"):
+            opened(views="mlx")
+
+    def test_its_device_says_the_working_set(self, monkeypatch: pytest.MonkeyPatch, eight_gib: None) -> None:
+        monkeypatch.setitem(sys.modules, "mlx.core", MlxStandIn())  # type: ignore[arg-type]  # as above
+        backend = opened()
+        budget = backend.budget_for_expert_size(GIB, GIB, None)
+        assert budget.slots == 2
+        assert "working set of 4294967296 bytes, as M0 says" in budget.reason
+        assert backend.describe_device().name == "M0"
