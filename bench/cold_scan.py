@@ -25,7 +25,8 @@ from pathlib import Path
 from attrs import frozen
 
 from expertstream.checkpoint import Checkpoint, open_checkpoint
-from expertstream.filler import Fill, Filler, IoMode, PartRead, Ticket
+from expertstream.config import IoMode
+from expertstream.filler import Fill, Filler, PartRead, Ticket
 from expertstream.size_classes import size_classes
 from expertstream.slots import IO_ALIGNMENT_BYTES, READY, ExpertKey, SlotLayout, Staging
 
@@ -128,8 +129,8 @@ def _plain_scan(checkpoint: Checkpoint, ranges: list[tuple[int, int, int]], bloc
         for offset in range(begin - begin % IO_ALIGNMENT_BYTES, end, block_bytes)
     )
     ends = {
-        offset: end
-        for _, begin, end in ranges
+        (file, offset): end
+        for file, begin, end in ranges
         for offset in range(begin - begin % IO_ALIGNMENT_BYTES, end, block_bytes)
     }
     descriptors = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in checkpoint.files]
@@ -146,9 +147,10 @@ def _plain_scan(checkpoint: Checkpoint, ranges: list[tuple[int, int, int]], bloc
                 file, offset = blocks.popleft()
             except IndexError:
                 return
-            size = min(block_bytes, -(-(ends[offset] - offset) // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES)
+            wanted_bytes = ends[file, offset] - offset
+            size = min(block_bytes, -(-wanted_bytes // IO_ALIGNMENT_BYTES) * IO_ALIGNMENT_BYTES)
             got = os.preadv(descriptors[file], [view[:size]], offset)
-            if got < min(size, ends[offset] - offset):
+            if got < min(size, wanted_bytes):
                 raise OSError(f"a short read at {offset}: {got} of {size} bytes")
 
     threads = [threading.Thread(target=read, args=(buffer,)) for buffer in buffers]

@@ -24,7 +24,6 @@ from expertstream import (
     Demand,
     ExpertStreamer,
     MemoryRequest,
-    StreamSettings,
     available_memory,
     make_plan,
     open_backend,
@@ -97,7 +96,7 @@ def _streamer(path: Path, top_k: int) -> ExpertStreamer:
     checkpoint, backend = open_checkpoint(path), open_backend("cpu")
     nothing_else = Demand(resident_bytes=0, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
     plan = make_plan(checkpoint, nothing_else, MemoryRequest.parse("all"), backend, available_memory())
-    return ExpertStreamer(checkpoint, plan, backend, StreamSettings(backend="cpu"))
+    return ExpertStreamer(checkpoint, plan, backend)
 
 
 def _arguments() -> argparse.Namespace:

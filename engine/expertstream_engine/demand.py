@@ -20,13 +20,15 @@ from expertstream import (
     open_backend,
     open_checkpoint,
     resident_padding_bytes,
+    usable_cores,
 )
 from expertstream.policies import make_policy
+from expertstream.streamer import LOOKAHEAD
 from expertstream_engine.architecture import ModelShape, read_shape
 from expertstream_engine.kernels.registry import SUPPORTED_TYPES
 from expertstream_engine.ops.checks import check_types
 from expertstream_engine.ops.numba_ops import workspace_bytes
-from expertstream_engine.settings import DEFAULT_CONTEXT_TOKENS, RunSettings, usable_cores
+from expertstream_engine.settings import DEFAULT_CONTEXT_TOKENS, RunSettings
 from expertstream_engine.weights import check_tensors, expert_ffn, weight_types
 
 LARGEST_BATCH_TOKENS = 2048
@@ -52,7 +54,7 @@ def plan_run(
     Raises CheckpointError, UnsupportedCheckpoint, BackendUnavailable, and ConfigError: BackendNotFound,
     BudgetTooSmall, DoesNotFit, a policy or a context that cannot be.
     """
-    backend = open_backend(settings.backend, (LogHooks(), *observers))
+    backend = open_backend(settings.backend, (LogHooks(), *observers), settings.backends)
     make_policy(settings.policy, 1, settings.half_life_tokens)  # refuses an unknown name; the streamer makes its own
     checkpoint = open_checkpoint(model)
     shape = check_runnable(checkpoint)
@@ -104,7 +106,7 @@ def run_demand(checkpoint: Checkpoint, shape: ModelShape, context: int, threads:
 
 
 def _scratch_bytes(checkpoint: Checkpoint, shape: ModelShape, batch: int, threads: int) -> int:
-    """What the kernels hold: the larger of a prefill's need, one expert and many tokens, and a decode's."""
+    """What the kernels hold: the larger of a prefill's need, in runs of experts, and a decode's."""
     # Matrices of the same columns may share a call, which then rounds its activations for all their types.
     types: dict[int, set[str]] = {}
     for tensor in checkpoint.tensors.values():
@@ -118,10 +120,13 @@ def _scratch_bytes(checkpoint: Checkpoint, shape: ModelShape, batch: int, thread
             matmuls=types.items(),
             ffns=ffns,
             experts=experts,
-            top_k=experts,
+            top_k=rows_of_a_token,
             heads=shape.head_count,
             kv_heads=shape.kv_head_count,
             head_size=shape.head_size,
         )
-        for tokens, experts in ((batch, 1), (1, shape.experts_per_token))
+        for tokens, experts, rows_of_a_token in (
+            (batch, min(LOOKAHEAD, shape.expert_count), 1),
+            (1, shape.experts_per_token, shape.experts_per_token),
+        )
     )

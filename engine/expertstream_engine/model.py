@@ -6,12 +6,17 @@ policy can change a bit of the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
 import numpy as np
 
 from expertstream import ContextOverflow, ExpertStreamer, Lease
 from expertstream_engine.architecture import ModelShape
-from expertstream_engine.ops.protocol import F32, I64, Ops
-from expertstream_engine.weights import AttentionWeights, RoutedWeights, Weights
+from expertstream_engine.ops import address_of
+from expertstream_engine.ops.protocol import F32, I64, Ops, T
+from expertstream_engine.weights import RoutedWeights, Weights
 
 
 class MoeModel:
@@ -20,7 +25,7 @@ class MoeModel:
     def __init__(
         self, shape: ModelShape, weights: Weights, ops: Ops, streamer: ExpertStreamer, context_tokens: int
     ) -> None:
-        """Allocates the KV cache for `context_tokens` positions; the system gives its pages as they are written."""
+        """Allocates the KV cache for `context_tokens` positions; host memory gives its pages as they are written."""
         self._shape = shape
         self._weights = weights
         self._ops = ops
@@ -28,11 +33,12 @@ class MoeModel:
         self.context_tokens = context_tokens
         self.position = 0
         cache = (shape.block_count, shape.kv_head_count, context_tokens, shape.head_size)
-        self._keys: F32 = np.zeros(cache, np.float32)
-        self._values: F32 = np.zeros(cache, np.float32)
-        self._cos, self._sin = _rope_tables(shape, weights.rope_factors, context_tokens)
+        self._keys: F32 = ops.zeros(*cache)
+        self._values: F32 = ops.zeros(*cache)
+        self._row: F32 = ops.zeros(1, shape.hidden_size)
+        self._cos, self._sin = map(ops.array, _rope_tables(shape, weights.rope_factors, context_tokens))
         self._slot_addresses = np.array(
-            [streamer.device_view(slot).__array_interface__["data"][0] for slot in range(streamer.slot_count)], np.int64
+            [address_of(streamer.device_view(slot)) for slot in range(streamer.slot_count)], np.int64
         )
 
     def reset(self) -> None:
@@ -55,18 +61,34 @@ class MoeModel:
         if int(ids.min()) < 0 or int(ids.max()) >= self._weights.embedding.rows:
             raise ValueError(f"token ids must lie in 0 to {self._weights.embedding.rows - 1}: {ids.tolist()}")
         self._streamer.begin_pass(ids.size)
-        x = self._ops.embed(self._weights.embedding, ids)
+        ops, tokens = self._ops, ids.size
+        x = ops.embed(self._weights.embedding, ids)
+        if tokens == 1:
+            # Decode does the same work in the same memory for each token, so that a device can replay it.
+            ops.copy(self._row, x)
+            x = self._row
+        repeated = ops.repeated if tokens == 1 else _once
+        first = ops.position(self.position)
+        angles = repeated("angles", lambda: (ops.rows(self._cos, first, tokens), ops.rows(self._sin, first, tokens)))
         for block in range(self._shape.block_count):
-            x += self._attend(block, self._weights.attention[block], x)
-            x += self._route(block, self._weights.routed[block], x)
-        self.position += ids.size
-        last = x if all_logits else x[-1:]
-        normed = self._ops.rms_norm(last, self._weights.output_norm, self._shape.norm_epsilon)
+            normed, logits = repeated(("attend", block), partial(self._attend, block, x, first, *angles))
+            self._route(block, normed, logits, x)
+        self.position += tokens
+        return ops.to_host(repeated(("logits", all_logits), lambda: self._logits(x if all_logits else x[-1:])))
+
+    def _logits(self, x: F32) -> F32:
+        normed = self._ops.rms_norm(x, self._weights.output_norm, self._shape.norm_epsilon)
         return self._ops.matmul(normed, self._weights.output)[0]
 
-    def _attend(self, block: int, weights: AttentionWeights, x: F32) -> F32:
-        shape, ops = self._shape, self._ops
-        tokens, first = len(x), self.position
+    def _attend(self, block: int, x: F32, first: Any, cos: F32, sin: F32) -> tuple[F32, F32]:
+        """Add a block's attention to x; x as the experts take it, and what the router says of it."""
+        shape, ops, weights, routed = (
+            self._shape,
+            self._ops,
+            self._weights.attention[block],
+            self._weights.routed[block],
+        )
+        tokens = len(x)
         normed = ops.rms_norm(x, weights.norm, shape.norm_epsilon)
         query, key, value = ops.matmul(normed, weights.query, weights.key, weights.value)
         if shape.query_key_norm == "all" and weights.query_norm is not None and weights.key_norm is not None:
@@ -77,49 +99,53 @@ class MoeModel:
         if shape.query_key_norm == "head" and weights.query_norm is not None and weights.key_norm is not None:
             query = ops.rms_norm(query, weights.query_norm, shape.norm_epsilon)
             key = ops.rms_norm(key, weights.key_norm, shape.norm_epsilon)
-        cos, sin = self._cos[first : first + tokens], self._sin[first : first + tokens]
         ops.rope(query, cos, sin, shape.interleaved_rope)
         ops.rope(key, cos, sin, shape.interleaved_rope)
-        self._keys[block, :, first : first + tokens] = key.transpose(1, 0, 2)
-        self._values[block, :, first : first + tokens] = value.reshape(key.shape).transpose(1, 0, 2)
+        ops.append(self._keys[block], key, first)
+        ops.append(self._values[block], value.reshape(key.shape), first)
         heads = ops.attention(query, self._keys[block], self._values[block], first, shape.head_size**-0.5)
-        return ops.matmul(heads, weights.output)[0]
+        ops.add(x, ops.matmul(heads, weights.output)[0])
+        normed = ops.rms_norm(x, routed.norm, shape.norm_epsilon)
+        return normed, ops.matmul(normed, routed.router)[0]
 
-    def _route(self, block: int, weights: RoutedWeights, x: F32) -> F32:
-        shape, ops = self._shape, self._ops
-        normed = ops.rms_norm(x, weights.norm, shape.norm_epsilon)
-        chosen, shares = ops.top_k(
-            ops.matmul(normed, weights.router)[0], shape.experts_per_token, shape.normalized_top_k
-        )
+    def _route(self, block: int, normed: F32, logits: F32, x: F32) -> None:
+        """Add a block's experts to x."""
+        shape, ops, weights = self._shape, self._ops, self._weights.routed[block]
+        chosen, shares = ops.top_k(logits, shape.experts_per_token, shape.normalized_top_k)
         # Expert-major: rows sorted by expert, each expert's rows by token.
         order = np.argsort(chosen, axis=None, kind="stable")
-        tokens = order // shape.experts_per_token
         row_shares = shares.reshape(-1)[order]
-        total = np.zeros_like(x)
         if len(x) == 1:
-            self._route_token(block, weights, normed, chosen.reshape(-1)[order], tokens, row_shares, total)
-        else:
-            counts = np.bincount(chosen.reshape(-1), minlength=shape.expert_count)
-            self._route_batch(block, weights, normed, counts, tokens, row_shares, total)
-        return total
+            self._route_token(block, weights, normed, chosen.reshape(-1)[order], row_shares, x)
+            return
+        tokens = order // shape.experts_per_token
+        counts = np.bincount(chosen.reshape(-1), minlength=shape.expert_count)
+        total = ops.zeros(*x.shape)
+        self._route_batch(block, weights, normed, counts, tokens, row_shares, total)
+        ops.add(x, total)
 
-    def _route_token(
-        self, block: int, weights: RoutedWeights, x: F32, experts: I64, tokens: I64, shares: F32, total: F32
-    ) -> None:
+    def _route_token(self, block: int, weights: RoutedWeights, normed: F32, experts: I64, shares: F32, x: F32) -> None:
         """Decode: experts in slots are computed while the missing ones are read."""
-        with self._streamer.acquire(block, experts, wait=False) as lease:
+        ops = self._ops
+        lease = self._streamer.acquire(block, experts, wait=False)
+        try:
             ready, pending = lease.ready, lease.pending
             if not pending.size:
-                rows = self._expert_rows(weights, lease, ready, x, np.arange(ready.size + 1), tokens)
-            else:
-                rows = np.empty((experts.size, self._shape.hidden_size), np.float32)
-                if ready.size:
-                    starts = np.arange(ready.size + 1)
-                    rows[ready] = self._expert_rows(weights, lease, ready, x, starts, tokens[ready])
-                lease.wait()
-                starts = np.arange(pending.size + 1)
-                rows[pending] = self._expert_rows(weights, lease, pending, x, starts, tokens[pending])
-        self._ops.add_weighted(total, rows, tokens, shares)
+                ops.add_routed_token(x, weights.ffn, self._addresses(weights, lease, ready), normed, shares)
+                return
+            tokens = np.zeros(experts.size, np.int64)
+            rows = ops.empty(experts.size, self._shape.hidden_size)
+            if ready.size:
+                starts = np.arange(ready.size + 1)
+                ops.scatter(rows, ready, self._expert_rows(weights, lease, ready, normed, starts, tokens[ready]))
+            lease.wait(ops.stream)
+            starts = np.arange(pending.size + 1)
+            ops.scatter(rows, pending, self._expert_rows(weights, lease, pending, normed, starts, tokens[pending]))
+            total = ops.zeros(*x.shape)
+            ops.add_weighted(total, rows, tokens, shares)
+            ops.add(x, total)
+        finally:
+            lease.release(ops.stream)
 
     def _route_batch(
         self, block: int, weights: RoutedWeights, x: F32, counts: I64, tokens: I64, shares: F32, total: F32
@@ -127,7 +153,7 @@ class MoeModel:
         """Prefill: each expert is read once for all tokens that chose it, in ascending order."""
         experts = np.flatnonzero(counts)
         first_row = 0
-        steps = self._streamer.rounds(block, experts, counts[experts])
+        steps = self._streamer.rounds(block, experts, counts[experts], stream=self._ops.stream)
         try:
             for lease in steps:
                 lengths = counts[lease.experts]
@@ -143,9 +169,17 @@ class MoeModel:
     def _expert_rows(
         self, weights: RoutedWeights, lease: Lease, positions: I64, x: F32, starts: I64, tokens: I64
     ) -> F32:
+        return self._ops.routed_ffn(weights.ffn, self._addresses(weights, lease, positions), x, starts, tokens)
+
+    def _addresses(self, weights: RoutedWeights, lease: Lease, positions: I64) -> I64:
+        """Where gate, up and down of the experts at these positions of the lease begin, (positions, 3)."""
         bases = self._slot_addresses[lease.slots[positions]]
-        addresses = bases[:, None] + weights.positions[lease.experts[positions]]
-        return self._ops.routed_ffn(weights.ffn, addresses, x, starts, tokens)
+        addresses: I64 = bases[:, None] + weights.positions[lease.experts[positions]]
+        return addresses
+
+
+def _once(key: Hashable, work: Callable[[], T]) -> T:
+    return work()
 
 
 def _rope_tables(shape: ModelShape, factors: F32 | None, context_tokens: int) -> tuple[F32, F32]:

@@ -18,6 +18,10 @@ class GenerationReport:
 
     Prefill needs every expert that any prompt token chose, so it exhausts any cache; it is counted apart. The first
     token comes out of the prefill: decode is the passes after it. `finish` is "eos", "length" or "interrupted".
+    `seeded_experts` were read from a hotlist before, and count in neither phase. `decode_seconds` are those of the passes,
+    the choice of tokens and their text; what the caller does between two pieces is not in them. The peak is of the
+    process: `planned_bytes` for the model and `interpreter_bytes` for Python and its libraries, measured before
+    anything was loaded, are most of it.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -29,13 +33,17 @@ class GenerationReport:
     io_mode: str
     slots: int
     expert_count: int
+    routed_bytes: int
     expert_memory_bytes: int
     resident_bytes: int
+    seeded_experts: int
     prefill: Counters
     decode: Counters
     prefill_seconds: float
     decode_seconds: float
     decode_passes: int
+    planned_bytes: int
+    interpreter_bytes: int
     peak_rss_bytes: int
     seed: int
 
@@ -71,12 +79,26 @@ class GenerationReport:
         }
 
 
+def rss_bytes() -> int:
+    """The memory that this process has in use now; where the system does not tell, the most it has had."""
+    return _of_status("VmRSS") or _peak_of_usage_bytes()
+
+
 def peak_rss_bytes() -> int:
     """The most memory that this process has had in use, by the system's own accounting."""
+    return _of_status("VmHWM") or _peak_of_usage_bytes()  # in this order: ru_maxrss begins with the parent's at the fork
+
+
+def _of_status(name: str) -> int | None:
+    """A line of /proc/self/status in bytes, None where there is none; proc_pid_status(5)."""
     status = Path("/proc/self/status")
-    if status.exists():  # ru_maxrss begins with what the parent had at the fork
+    if status.exists():
         for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
+    return None
+
+
+def _peak_of_usage_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

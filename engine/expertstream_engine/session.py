@@ -19,18 +19,22 @@ from expertstream import (
     Counters,
     ExpertStreamer,
     UsageError,
+    choose_hotlist,
+    hotlist_of,
     load_resident,
     load_settings,
     prepare_step,
+    usable_cores,
+    write_hotlist,
 )
 from expertstream_engine.demand import LARGEST_BATCH_TOKENS, PlannedRun, plan_run
 from expertstream_engine.model import MoeModel
-from expertstream_engine.ops.numba_ops import NumbaOps
+from expertstream_engine.ops import ops_for
 from expertstream_engine.ops.protocol import F32
 from expertstream_engine.prompts import Prompts
-from expertstream_engine.report import GenerationReport, peak_rss_bytes
+from expertstream_engine.report import GenerationReport, peak_rss_bytes, rss_bytes
 from expertstream_engine.sampling import Sampler, SamplingSettings
-from expertstream_engine.settings import RunSettings, usable_cores
+from expertstream_engine.settings import RunSettings
 from expertstream_engine.tokenizer import Tokenizer
 from expertstream_engine.weights import assemble_weights, weight_types
 
@@ -38,8 +42,8 @@ BUNDLED_MODEL = Path(__file__).parent / "models" / "tiny15m-q4_k_m.gguf"
 """A real model of 15 million parameters that comes with the package; models/README.md says how it was made."""
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done and how far it is: "kernel NAME", whose compilation begins (0 of 0), then "slots" and
-"weights", bytes of all bytes."""
+"""Called with what is being done and how far it is: "kernel NAME", which begins to be compiled or to be taken from the
+cache (0 of 0), then "slots", "weights" and "hot experts", bytes of all bytes."""
 
 
 def open_model(path: str | os.PathLike[str] | None = None, *, config: Path | None = None, **options: Any) -> Model:
@@ -65,24 +69,44 @@ class Model:
     ) -> None:
         """Load what was planned. Compiles the kernels that the file needs, or takes them from the cache.
 
-        `prompts` are of the same plan, for a caller who has checked a prompt before loading.
+        `prompts` are of the same plan, for a caller who has checked a prompt before loading. Raises ConfigError for a
+        hotlist that does not fit the model, before anything is loaded.
         """
         self.planned = planned
         self.settings = settings
+        self.interpreter_bytes = rss_bytes()
         checkpoint, shape = planned.checkpoint, planned.shape
         self._prompts = prompts or Prompts(checkpoint, planned.plan.demand.context_tokens)
+        hotlist = choose_hotlist(checkpoint, settings.hotlist)
+        self.seeded_experts = 0
         with ExitStack() as opened:
-            ops = NumbaOps(settings.threads or usable_cores())
-            types = weight_types(checkpoint)
-            ops.prepare(types, lambda name: progress(f"kernel {name}", 0, 0))
             progress("kernel layer step", 0, 0)
             prepare_step(settings.policy)
             progress("slots", 0, planned.plan.expert_memory_bytes)
-            self.streamer = opened.enter_context(ExpertStreamer(checkpoint, planned.plan, planned.backend, settings))
-            resident = load_resident(checkpoint, settings.io_mode, lambda done, total: progress("weights", done, total))
-            weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions)
+            self.streamer = opened.enter_context(
+                ExpertStreamer(
+                    checkpoint,
+                    planned.plan,
+                    planned.backend,
+                    policy=settings.policy,
+                    half_life_tokens=settings.half_life_tokens,
+                    io_mode=settings.io_mode,
+                    filler_threads=settings.filler_threads,
+                    read_timeout_s=settings.read_timeout_s,
+                )
+            )
+            ops = ops_for(self.streamer.device_view(0), settings.threads or usable_cores())
+            ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0))
+            # What the streamer has found out, and said, about direct reads is not to be tried and said again.
+            io_mode = "buffered" if self.streamer.io_mode == "buffered" else settings.io_mode
+            resident = load_resident(checkpoint, io_mode, lambda done, total: progress("weights", done, total))
             progress("kernel threads", 0, 0)
             opened.enter_context(ops)
+            weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions, ops.place)
+            if hotlist is not None:
+                self.seeded_experts = self.streamer.seed(
+                    hotlist.scores, lambda done, total: progress("hot experts", done, total)
+                )
             self._decoder = MoeModel(shape, weights, ops, self.streamer, planned.plan.demand.context_tokens)
             self._opened = opened.pop_all()
         self._generating = False
@@ -113,7 +137,7 @@ class Model:
                 self._decoder.forward(ids[at : at + LARGEST_BATCH_TOKENS], all_logits=all_positions)
                 for at in range(0, ids.size, LARGEST_BATCH_TOKENS)
             ]
-            return np.concatenate(batches) if all_positions else batches[-1]
+            return np.concatenate(batches) if all_positions and len(batches) > 1 else batches[-1]
         finally:
             self._generating = False
 
@@ -133,6 +157,15 @@ class Model:
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self._prompts.check(ids, max_tokens)
         return Generation(self, ids, max_tokens, sampling or SamplingSettings(), ignore_eos)
+
+    def save_hotlist(self, path: str | os.PathLike[str]) -> int:
+        """Write the experts used so far, hottest first, in place of what `path` holds; how many they are.
+
+        A later run is seeded from that file. Raises MachineError where it cannot be written.
+        """
+        hottest = self.streamer.hottest()
+        write_hotlist(Path(path), hotlist_of(self.planned.checkpoint, hottest))
+        return len(hottest)
 
     def close(self) -> None:
         """End all threads and free the memory. A second call does nothing."""
@@ -172,8 +205,8 @@ class Generation:
         self._sampler = Sampler(sampling)
         self._finish = "interrupted"
         self._io_mode = model.streamer.io_mode
-        self._prefill = self._decode = Counters()
-        self._prefill_seconds = self._decode_seconds = 0.0
+        self._prefill = _Cost(model.streamer)
+        self._decode = _Cost(model.streamer)
         self._decode_passes = 0
         self._pieces = self._run(max_tokens, ignore_eos)
 
@@ -194,6 +227,8 @@ class Generation:
         """The figures up to now; also after the model is closed, and from any thread."""
         model = self._model
         plan = model.planned.plan
+        prefill, prefill_seconds = self._prefill.so_far()
+        decode, decode_seconds = self._decode.so_far()
         return GenerationReport(
             prompt_tokens=tuple(self.prompt_tokens),
             tokens=tuple(self.tokens),
@@ -204,55 +239,90 @@ class Generation:
             io_mode=self._io_mode,
             slots=model.streamer.slot_count,
             expert_count=sum(layer.expert_count for layer in model.planned.checkpoint.layers),
+            routed_bytes=plan.routed_bytes,
             expert_memory_bytes=plan.expert_memory_bytes,
             resident_bytes=plan.demand.resident_bytes,
-            prefill=self._prefill,
-            decode=self._decode,
-            prefill_seconds=self._prefill_seconds,
-            decode_seconds=self._decode_seconds,
+            seeded_experts=model.seeded_experts,
+            prefill=prefill,
+            decode=decode,
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
             decode_passes=self._decode_passes,
+            planned_bytes=plan.total_bytes,
+            interpreter_bytes=model.interpreter_bytes,
             peak_rss_bytes=peak_rss_bytes(),
             seed=self._sampler.seed,
         )
 
+    @property
+    def prefill_steps(self) -> int:
+        """How many layer steps the prompt takes; `report.prefill.steps` of them are done or under way."""
+        batches = -(-len(self.prompt_tokens) // LARGEST_BATCH_TOKENS)
+        return batches * len(self._model.planned.checkpoint.layers)
+
     def _run(self, max_tokens: int, ignore_eos: bool) -> Generator[str, None, None]:
-        model, streamer = self._model, self._model.streamer
+        model = self._model
         model._begin()
         try:
+            decoder, tokenizer = model._decoder, model.tokenizer
             stops: frozenset[int] = frozenset()
-            if model.tokenizer is not None and not ignore_eos:
-                stops = model.tokenizer.eos_ids
-            stream = model.tokenizer.stream(continues=True) if model.tokenizer is not None else None
-            decoder = model._decoder
-            decoder.reset()
-            before, began = streamer.counters, time.perf_counter()
-            ids = np.array(self.prompt_tokens, np.int64)
-            for at in range(0, ids.size, LARGEST_BATCH_TOKENS):
-                logits = decoder.forward(ids[at : at + LARGEST_BATCH_TOKENS])
-            self._prefill = streamer.counters - before
-            self._prefill_seconds = time.perf_counter() - began
-            before = streamer.counters
-            while True:
-                token = self._sampler.next(logits[0], [*self.prompt_tokens, *self.tokens])
+            if tokenizer is not None and not ignore_eos:
+                stops = tokenizer.eos_ids
+            stream = tokenizer.stream(continues=True) if tokenizer is not None else None
+            recent = list(self.prompt_tokens)
+
+            def chosen(logits: F32) -> str | None:
+                """The piece of the next token, None for the end."""
+                token = self._sampler.next(logits[0], recent)
+                recent.append(token)
                 self.tokens.append(token)
+                self._io_mode = model.streamer.io_mode  # a file system may turn direct reads down later
                 if token in stops:
                     self._finish = "eos"
-                    break
+                    return None
                 if len(self.tokens) == max_tokens:
                     self._finish = "length"
-                if stream is not None:
-                    yield stream.push(token)
-                else:
-                    yield ""
+                return stream.push(token) if stream is not None else ""
+
+            decoder.reset()
+            with self._prefill:
+                ids = np.array(self.prompt_tokens, np.int64)
+                for at in range(0, ids.size, LARGEST_BATCH_TOKENS):
+                    logits = decoder.forward(ids[at : at + LARGEST_BATCH_TOKENS])
+                piece = chosen(logits)
+            while piece is not None:
+                yield piece
                 if self._finish == "length":
                     break
-                began = time.perf_counter()
-                logits = decoder.forward(np.array([token], np.int64))
-                self._decode_seconds += time.perf_counter() - began
-                self._decode_passes += 1
-                self._decode = streamer.counters - before
-                self._io_mode = streamer.io_mode  # a file system may turn direct reads down later
+                with self._decode:
+                    logits = decoder.forward(np.array(self.tokens[-1:], np.int64))
+                    self._decode_passes += 1
+                    piece = chosen(logits)
             if stream is not None and (rest := stream.finish()):
                 yield rest
         finally:
             model._generating = False
+
+
+class _Cost:
+    """What a phase costs: the streamer's counters and seconds, summed over the times that its `with` block runs."""
+
+    def __init__(self, streamer: ExpertStreamer) -> None:
+        self._streamer = streamer
+        # One tuple, replaced whole: counters and seconds of ended blocks, and where those of one under way began.
+        self._sum: tuple[Counters, float, tuple[Counters, float] | None] = Counters(), 0.0, None
+
+    def so_far(self) -> tuple[Counters, float]:
+        """Counters and seconds up to now; from any thread."""
+        counters, seconds, began = self._sum
+        if began is None:
+            return counters, seconds
+        return counters + (self._streamer.counters - began[0]), seconds + time.perf_counter() - began[1]
+
+    def __enter__(self) -> None:
+        self._sum = *self._sum[:2], (self._streamer.counters, time.perf_counter())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._sum = *self.so_far(), None

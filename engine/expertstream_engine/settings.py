@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 from attrs import field, frozen, validators
 
-from expertstream import StreamSettings
+from expertstream import BackendNames, StreamSettings
 
 DEFAULT_CONTEXT_TOKENS = 4096
 
@@ -17,15 +17,10 @@ class RunSettings(StreamSettings):
 
     `context` is in tokens; None takes the smaller of what the model was trained for and 4096. `threads` compute,
     None for one a core that this process may use; `filler_threads` read.
+    `hotlist` seeds the slots; None takes the one beside the model, if there is one.
     """
 
-    backend: str = "cpu"
+    backend: BackendNames = "cpu"
+    hotlist: Path | None = None
     context: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     threads: int | None = field(default=None, validator=validators.optional(validators.in_(range(1, 257))))
-
-
-def usable_cores() -> int:
-    """How many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

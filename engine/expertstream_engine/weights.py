@@ -42,7 +42,7 @@ class RoutedWeights:
 
 @frozen(eq=False)
 class Weights:
-    """All that stays resident. `rope_factors` divide the rotary frequencies, None where the file has none."""
+    """All that stays resident. `rope_factors` divide the rotary frequencies: on the host, None where there are none."""
 
     embedding: QuantMatrix
     output_norm: F32
@@ -63,7 +63,7 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape) -> None:
 
     Raises UnsupportedCheckpoint naming the tensors. Reads no tensor's bytes.
     """
-    tensors = _Tensors(checkpoint, {})
+    tensors = _Tensors(checkpoint, {}, lambda data: data)
     _assemble(tensors, checkpoint, shape, lambda layer: np.zeros((shape.expert_count, len(layer.parts)), np.int64))
     unused = sorted(checkpoint.tensors.keys() - tensors.asked)
     if unused:
@@ -78,12 +78,14 @@ def assemble_weights(
     shape: ModelShape,
     resident: Mapping[str, NDArray[np.uint8]],
     part_positions: Callable[[int], NDArray[np.int64]],
+    place: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] = lambda data: data,
 ) -> Weights:
-    """The weights as views of `resident` (as `expertstream.load_resident` gives), nothing copied.
+    """The weights as views of `resident` (as `expertstream.load_resident` gives), each put where `place` puts it.
 
-    `part_positions` answers as `ExpertStreamer.part_positions`.
+    `part_positions` answers as `ExpertStreamer.part_positions`, `place` as `Ops.place`.
     """
-    return _assemble(_Tensors(checkpoint, resident), checkpoint, shape, lambda layer: part_positions(layer.layer))
+    tensors = _Tensors(checkpoint, resident, place)
+    return _assemble(tensors, checkpoint, shape, lambda layer: part_positions(layer.layer))
 
 
 def _assemble(
@@ -96,11 +98,10 @@ def _assemble(
     query_rows, kv_rows = shape.head_count * head, shape.kv_head_count * head
     norm_sizes = {"none": None, "head": (head, head), "all": (query_rows, kv_rows)}[shape.query_key_norm]
     layers = {layer.layer: layer for layer in checkpoint.layers}
-    dense = [block for block in range(shape.block_count) if block not in layers]
-    if dense or len(layers) > shape.block_count:
+    if len(layers) != shape.block_count or max(layers) >= shape.block_count:
         raise UnsupportedCheckpoint(
-            f"{checkpoint.files[0]}: blocks {dense or sorted(layers)} of {shape.block_count} do not all have routed"
-            f" experts, which this version's {shape.architecture} model expects"
+            f"{checkpoint.files[0]}: {len(layers)} blocks have routed experts, up to block {max(layers)}, and the"
+            f" metadata say that there are {shape.block_count}: this version's {shape.architecture} has some in each"
         )
     attention, routed = [], []
     for block in range(shape.block_count):
@@ -132,7 +133,7 @@ def _assemble(
         output_norm=tensors.vector("output_norm.weight", hidden),
         output=embedding if tied else tensors.matrix("output.weight", embedding.rows, hidden),
         rope_factors=(
-            tensors.vector("rope_freqs.weight", shape.rope_size // 2)
+            tensors.vector("rope_freqs.weight", shape.rope_size // 2, placed=False)
             if "rope_freqs.weight" in checkpoint.tensors
             else None
         ),
@@ -171,9 +172,15 @@ def _expert_positions(layer: ExpertLayer, ffn: ExpertFfn, parts: NDArray[np.int6
 class _Tensors:
     """Tensors by name, checked against what the model expects; without `resident` only checked."""
 
-    def __init__(self, checkpoint: Checkpoint, resident: Mapping[str, NDArray[np.uint8]]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        resident: Mapping[str, NDArray[np.uint8]],
+        place: Callable[[NDArray[np.uint8]], NDArray[np.uint8]],
+    ) -> None:
         self._checkpoint = checkpoint
         self._resident = resident
+        self._place = place
         self.asked: set[str] = set()
 
     def matrix(self, name: str, rows: int | None, columns: int) -> QuantMatrix:
@@ -183,11 +190,11 @@ class _Tensors:
         row_bytes = tensor.nbytes // tensor.shape[0]
         return QuantMatrix(tensor.type_name, columns, self._array(tensor, np.uint8, (tensor.shape[0], row_bytes)))
 
-    def vector(self, name: str, size: int) -> F32:
+    def vector(self, name: str, size: int, *, placed: bool = True) -> F32:
         tensor = self._find(name)
         if tensor.shape != (size,) or tensor.type_name != "F32":
             raise self._misshaped(tensor, f"({size},) F32")
-        return self._array(tensor, np.float32, (size,))
+        return self._array(tensor, np.float32, (size,), placed=placed)
 
     def _find(self, name: str) -> TensorInfo:
         self.asked.add(name)
@@ -195,10 +202,13 @@ class _Tensors:
             raise UnsupportedCheckpoint(f"{self._checkpoint.files[0]}: the tensor {name} is missing")
         return self._checkpoint.tensors[name]
 
-    def _array(self, tensor: TensorInfo, kind: type[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    def _array(
+        self, tensor: TensorInfo, kind: type[Any], shape: tuple[int, ...], *, placed: bool = True
+    ) -> NDArray[Any]:
         if not self._resident:
             return np.broadcast_to(kind(0), shape)  # a shape alone, which takes no memory
-        array: NDArray[Any] = self._resident[tensor.name].view(kind).reshape(shape)
+        data = self._resident[tensor.name]
+        array: NDArray[Any] = (self._place(data) if placed else data).view(kind).reshape(shape)
         return array
 
     def _misshaped(self, tensor: TensorInfo, expected: str) -> UnsupportedCheckpoint:

@@ -21,7 +21,6 @@ from expertstream import (
     SlotLayout,
     SlotStore,
     Staging,
-    StreamSettings,
     available_memory,
     hookimpl,
     make_plan,
@@ -39,12 +38,13 @@ def an_engine_leases_experts(path: Path) -> None:
     demand = Demand(resident_bytes=checkpoint.resident_bytes, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
     plan = make_plan(checkpoint, demand, MemoryRequest.parse("25%"), backend, available_memory())
     assert_type(plan, Plan)
-    with ExpertStreamer(checkpoint, plan, backend, StreamSettings(backend="cpu")) as streamer:
+    with ExpertStreamer(checkpoint, plan, backend, policy="lru") as streamer:
         with streamer.acquire(0, [1, 2], wait=False) as lease:
             assert_type(lease, Lease)
             assert_type(lease.view(0), Mapping[str, Any])
         assert_type(streamer.counters - Counters(), Counters)
-        assert_type(streamer.seed([ExpertKey(0, 1)]), int)
+        assert_type(streamer.seed({ExpertKey(0, 1): 1.0}), int)
+        assert_type(streamer.hottest(), dict[ExpertKey, float])
 
 
 def a_user_generates(path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The command line `expertstream`: one module a command, and what they share.
+"""The command line `expertstream`, from the outside: its process, its streams and its signals.
 
-It owns options, output and exit codes. Modules that take long to import are imported inside the commands, so that
-`--help` answers at once.
+The commands are in `commands`. Nothing that takes long is imported here, so that a signal which comes while the rest
+is being imported ends the process as quietly as a later one.
 """
 
 from __future__ import annotations
@@ -9,61 +9,29 @@ from __future__ import annotations
 import os
 import sys
 from io import TextIOWrapper
-from typing import Annotated
 
-import typer
+from expertstream_engine.cli.signals import Ended, raise_on_signals
 
-from expertstream_engine.cli.backends import backends
-from expertstream_engine.cli.inspect import inspect
-from expertstream_engine.cli.plan import plan
-from expertstream_engine.cli.run import run
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="expertstream",
-    help="Run Mixture-of-Experts models larger than memory: experts stream from the GGUF file into slots.",
-    epilog=(
-        "Exit codes: 0 done; 2 wrong options, configuration or model, or more memory than there is; 1 storage, device"
-        " or program failed during the run; 130 interrupted; 141 the reader of the output went away."
-    ),
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-)
+__all__ = ["main"]
 
 
 def main() -> None:
     """Run the command line; the console script."""
+    raise_on_signals()
+    try:
+        _prepare_streams()
+        from expertstream_engine.cli.commands import app
+
+        app()
+    except Ended as ended:
+        print(ended, file=sys.stderr)
+        sys.exit(ended.exit_code)
+
+
+def _prepare_streams() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by whoever started this; print() would take the other one instead
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # open until the process ends
         elif isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal's encoding may lack what a model writes
-    app()
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        from importlib.metadata import version
-
-        typer.echo(f"expertstream {version('expertstream')}")
-        raise typer.Exit
-
-
-@app.callback()
-def _options_of_all_commands(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None: ...
-
-
-for command, example in (
-    (run, 'expertstream run model.gguf -p "Once upon a time" -n 64 --expert-memory 8GiB'),
-    (inspect, "expertstream inspect model-00001-of-00003.gguf"),
-    (plan, "expertstream plan model.gguf --expert-memory 25% --context 8192"),
-    (backends, "expertstream backends --json"),
-):
-    app.command(epilog=f"Example: {example}")(command)

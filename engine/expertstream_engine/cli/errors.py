@@ -7,15 +7,16 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import ParamSpec, TextIO
 
 import typer
 
-from expertstream_engine.cli.consoles import say
+from expertstream_engine.cli.consoles import OutputFailed, say
 from expertstream_engine.cli.logs import configure_log
+from expertstream_engine.cli.signals import Ended
 
-FAILED, BAD_INPUT, INTERRUPTED, READER_GONE = 1, 2, 130, 141
-"""Exit codes; the last two are what a shell reports for a process that SIGINT or SIGPIPE ended."""
+FAILED, BAD_INPUT, READER_GONE = 1, 2, 141
+"""Exit codes; the last one is what a shell reports for a process that SIGPIPE ended."""
 
 P = ParamSpec("P")
 
@@ -28,16 +29,20 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        configure_log(verbose=bool(kwargs.get("verbose")))
         try:
+            configure_log(verbose=bool(kwargs.get("verbose")))
             command(*args, **kwargs)
-            sys.stdout.flush()
         except BrokenPipeError:
-            _drop_output()
+            _drop(sys.stdout, sys.stderr)
             raise typer.Exit(READER_GONE) from None
-        except KeyboardInterrupt:
-            say("interrupted")
-            raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt as interrupt:
+            ended = interrupt if isinstance(interrupt, Ended) else Ended()
+            say(str(ended))
+            raise typer.Exit(ended.exit_code) from None
+        except OutputFailed as error:
+            _drop(sys.stdout)
+            say(f"error: {error}")
+            raise typer.Exit(FAILED) from None
         except Exception as error:  # noqa: BLE001  # the outermost border: a person gets a message, --debug the rest
             if kwargs.get("debug"):
                 traceback.print_exc()
@@ -49,24 +54,23 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _explained(error: Exception) -> tuple[str, int]:
-    from expertstream import (
-        BackendContractError,
-        CommitFailed,
-        DeviceOutOfMemory,
-        ExpertstreamError,
-        ReadFailed,
-        UsageError,
-    )
-
-    if not isinstance(error, ExpertstreamError):
+    # Not imported: what is to be explained may be that the library cannot be, and then it raised nothing of its own.
+    errors = sys.modules.get("expertstream.errors")
+    if errors is None or not isinstance(error, errors.ExpertstreamError):
         return f"unexpected {type(error).__name__}: {error}: run again with --debug for the traceback", FAILED
     message = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    not_the_users = (ReadFailed, DeviceOutOfMemory, CommitFailed, BackendContractError, UsageError)
+    not_the_users = (
+        errors.ReadFailed,
+        errors.DeviceOutOfMemory,
+        errors.CommitFailed,
+        errors.BackendContractError,
+        errors.UsageError,
+    )
     return message, FAILED if isinstance(error, not_the_users) else BAD_INPUT
 
 
-def _drop_output() -> None:
+def _drop(*streams: TextIO) -> None:
     """Let the interpreter's last flush go nowhere instead of failing once more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in streams:
         os.dup2(nowhere, stream.fileno())

@@ -27,13 +27,12 @@ def inspect(model: ModelArgument, as_json: AsJson = False, debug: Debug = False)
 
 
 def _record(checkpoint: Checkpoint) -> dict[str, Any]:
-    from expertstream import size_classes
+    from expertstream import size_classes, smallest_expert_memory_bytes
     from expertstream_engine.demand import check_runnable
     from expertstream_engine.tokenizer import load_tokenizer
 
     classes = size_classes(checkpoint)
     metadata = checkpoint.metadata
-    top_k = checkpoint.experts_per_token
     return {
         "files": [str(file) for file in checkpoint.files],
         "name": str(metadata.get("general.name", "")),
@@ -41,12 +40,10 @@ def _record(checkpoint: Checkpoint) -> dict[str, Any]:
         "cannot_run_because": _refusal(lambda: check_runnable(checkpoint)),
         "no_text_because": _refusal(lambda: load_tokenizer(metadata)),
         "expert_count": sum(layer.expert_count for layer in checkpoint.layers),
-        "experts_per_token": top_k,
+        "experts_per_token": checkpoint.experts_per_token,
         "routed_bytes": checkpoint.routed_bytes,
         "resident_bytes": checkpoint.resident_bytes,
-        "smallest_expert_memory_bytes": sum(
-            min(top_k, size_class.largest_step) * size_class.layout.slot_bytes for size_class in classes
-        ),
+        "smallest_expert_memory_bytes": smallest_expert_memory_bytes(checkpoint),
         "layers": [
             {
                 "layer": layer.layer,

@@ -37,9 +37,20 @@ Context = Annotated[
 BackendName = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME",
+        metavar="NAME[,NAME...]",
         rich_help_panel=_STREAMING,
-        help="Where slots live; `expertstream backends` lists them. [dim]By default cpu.[/]",
+        help="Where slots live; `expertstream backends` lists them. Of several, the first usable one; the others are"
+        " named with the reason. [dim]By default cpu.[/]",
+    ),
+]
+BackendOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--backend-option",
+        metavar="NAME.KEY=VALUE",
+        rich_help_panel=_STREAMING,
+        help="An option of a backend; may be given again. In a file: the table \\[backends.NAME]."
+        " `expertstream backends` lists the options.",
     ),
 ]
 Policy = Annotated[

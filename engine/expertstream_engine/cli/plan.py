@@ -7,6 +7,7 @@ from expertstream_engine.cli.errors import guarded
 from expertstream_engine.cli.options import (
     AsJson,
     BackendName,
+    BackendOptions,
     ConfigFile,
     Context,
     Debug,
@@ -25,6 +26,7 @@ def plan(
     expert_memory: ExpertMemory = None,
     context: Context = None,
     backend: BackendName = None,
+    backend_option: BackendOptions = None,
     policy: Policy = None,
     threads: Threads = None,
     config: ConfigFile = None,
@@ -34,14 +36,21 @@ def plan(
 ) -> None:
     """Show what a run would take of this machine's memory, or why it would be refused; reads only the file's header."""
     settings = settings_from(
-        config, expert_memory=expert_memory, context=context, backend=backend, policy=policy, threads=threads
+        config,
+        expert_memory=expert_memory,
+        context=context,
+        backend=backend,
+        backends=backend_option,
+        policy=policy,
+        threads=threads,
     )
     from expertstream_engine.demand import plan_run
 
-    planned = plan_run(model, settings).plan
+    run = plan_run(model, settings)
+    backend_name, planned = run.backend.name, run.plan
     if as_json:
-        print_json({"backend": settings.backend, "policy": settings.policy} | planned.to_json())
+        print_json({"backend": backend_name, "policy": settings.policy} | planned.to_json())
         return
-    print_table(("", ""), [("backend", settings.backend), ("policy", settings.policy), *planned.as_table()])
+    print_table(("", ""), [("backend", backend_name), ("policy", settings.policy), *planned.as_table()])
     for note in planned.notes:
         say(f"note: {note}")

@@ -12,6 +12,7 @@ from expertstream_engine.cli.errors import guarded
 from expertstream_engine.cli.options import (
     AsJson,
     BackendName,
+    BackendOptions,
     ConfigFile,
     Context,
     Debug,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 128
 
-_GENERATION = "Generation"
+_GENERATION, _STREAMING = "Generation", "Streaming"
 
 
 @guarded
@@ -99,11 +100,25 @@ def run(
     expert_memory: ExpertMemory = None,
     context: Context = None,
     backend: BackendName = None,
+    backend_option: BackendOptions = None,
     policy: Policy = None,
     half_life_tokens: HalfLifeTokens = None,
     io_mode: IoMode = None,
     filler_threads: FillerThreads = None,
     threads: Threads = None,
+    hotlist: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_STREAMING,
+            help="Begin with the experts that an earlier run saved as hot. [dim]By default those of MODEL.hotlist.json,"
+            " if it lies beside the model.[/]",
+        ),
+    ] = None,
+    save_hotlist: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", rich_help_panel=_STREAMING, help="Save which experts were hot, for a later run."),
+    ] = None,
     config: ConfigFile = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
@@ -113,6 +128,7 @@ def run(
     settings = settings_from(
         config,
         backend=backend,
+        backends=backend_option,
         expert_memory=expert_memory,
         policy=policy,
         context=context,
@@ -120,7 +136,9 @@ def run(
         io_mode=io_mode,
         filler_threads=filler_threads,
         half_life_tokens=half_life_tokens,
+        hotlist=hotlist,
     )
+    from expertstream import refuse_unwritable
     from expertstream_engine.cli.screen import Screen
     from expertstream_engine.cli.summary import print_report
     from expertstream_engine.demand import plan_run
@@ -128,6 +146,8 @@ def run(
     from expertstream_engine.sampling import SamplingSettings
     from expertstream_engine.session import BUNDLED_MODEL, Model
 
+    if save_hotlist is not None:
+        refuse_unwritable(save_hotlist)
     sampling = SamplingSettings(temperature, top_k, top_p, min_p, repeat_penalty, seed=seed)
     if model is None:
         say("model: the bundled one of 15 million parameters, as none was given")
@@ -145,7 +165,11 @@ def run(
     try:
         with Screen(shows_text=not as_json) as screen, Model(planned, settings, screen.progress, prompts) as loaded:
             generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
-            _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
+            try:
+                _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
+            finally:
+                if save_hotlist is not None and generation.tokens:
+                    loaded.save_hotlist(save_hotlist)
     except KeyboardInterrupt:
         if generation is not None and not as_json:
             print_report(generation.report, sampled=temperature > 0)

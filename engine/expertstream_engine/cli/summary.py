@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from expertstream_engine.cli.consoles import console, say, size_text
+from expertstream_engine.cli.consoles import counted, say, size_text
 
 if TYPE_CHECKING:
     from expertstream_engine.report import GenerationReport
 
 
+def prompt_line(report: GenerationReport, steps: int) -> str:
+    """How far the prompt is read: layers done of `steps`, bytes of experts so far and their speed."""
+    read_bytes, seconds = report.prefill.expert_bytes_read, report.prefill_seconds
+    speed = f" at {size_text(int(read_bytes / seconds))}/s" if seconds else ""
+    return (
+        f"reading the prompt of {counted(len(report.prompt_tokens), 'token')}: layer {report.prefill.steps} of {steps},"
+        f" {size_text(read_bytes)} of experts read{speed}"
+    )
+
+
 def status_line(report: GenerationReport, max_tokens: int) -> str:
     """Where a generation stands: speed, hit rate and bytes per token of the decode so far."""
-    parts = [f"{len(report.tokens)}/{max_tokens} tokens"]
+    parts = [f"{len(report.tokens)}/{counted(max_tokens, 'token')}"]
     if speed := report.decode_tokens_per_second:
         parts.append(f"{speed:.1f} tokens/s")
         parts.append(f"hit rate {_percent(report.decode.hit_rate)}")
@@ -27,35 +35,43 @@ def print_report(report: GenerationReport, *, sampled: bool) -> None:
 
     With `sampled` it tells the seed that repeats the run.
     """
-    table = Table("", "tokens", "seconds", "tokens/s", "hit rate", "experts read per token", box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    rows = [("", "tokens", "seconds", "tokens/s", "hit rate", "experts read per token")]
     for phase, counters, tokens, seconds in (
         ("prefill", report.prefill, len(report.prompt_tokens), report.prefill_seconds),
         ("decode", report.decode, report.decode_passes, report.decode_seconds),
     ):
-        table.add_row(
-            phase,
-            str(tokens),
-            f"{seconds:.2f}",
-            f"{tokens / seconds:.1f}" if seconds else "-",
-            _percent(counters.hit_rate),
-            size_text(counters.expert_bytes_read // tokens) if tokens else "-",
+        rows.append(
+            (
+                phase,
+                str(tokens),
+                f"{seconds:.2f}",
+                f"{tokens / seconds:.1f}" if seconds else "-",
+                _percent(counters.hit_rate),
+                size_text(counters.expert_bytes_read // tokens) if tokens else "-",
+            )
         )
     say("")
-    console(stderr=True).print(table)
+    for name, *cells in rows:
+        say("  ".join([name.ljust(7), *(cell.rjust(max(len(head), 9)) for cell, head in zip(cells, rows[0][1:]))]))
     seed = f", seed {report.seed}" if sampled else ""
-    peak = size_text(report.peak_rss_bytes)
-    say(f"tokens generated: {len(report.tokens)}, ended by {_ENDS[report.finish]}{seed}; peak memory {peak}")
+    say(f"{counted(len(report.tokens), 'token')} generated, ended by {_ENDS[report.finish]}{seed}")
     say(
-        f"{report.slots} slots of {report.expert_count} experts in {size_text(report.expert_memory_bytes)};"
-        f" {size_text(report.resident_bytes)} resident"
+        f"peak memory {size_text(report.peak_rss_bytes)}: {size_text(report.planned_bytes)} were planned, and Python"
+        f" with its libraries took {size_text(report.interpreter_bytes)} before"
+    )
+    slot_memory = size_text(report.expert_memory_bytes)
+    routed = size_text(report.routed_bytes)
+    say(
+        f"{counted(report.slots, 'slot')} for {report.expert_count} experts: {slot_memory} for {routed}, as slots are"
+        f" padded to whole pages; {size_text(report.resident_bytes)} resident"
     )
     say(f"backend {report.backend}, policy {report.policy}, reads {report.io_mode}")
+    if report.seeded_experts:
+        say(f"{counted(report.seeded_experts, 'expert')} of the hotlist were read before the prompt.")
     say(_streaming(report))
 
 
-_ENDS = {"eos": "the model", "length": "-n", "interrupted": "interruption"}
+_ENDS = {"eos": "the model", "length": "its limit (-n)", "interrupted": "interruption"}
 
 
 def _streaming(report: GenerationReport) -> str:

@@ -72,22 +72,21 @@ FFN_PROGRESS = (
 FFN_ROUNDED_X = 12  # address: format after format, each (rows, bytes of one)
 FFN_HIDDEN = 13  # address: (rows, width) float32
 FFN_ROUNDED_HIDDEN = 14  # address: (rows, bytes of one)
-FFN_SCRATCH = 15  # address: for each seat (TOKEN_TILE, chunk) float32
-FFN_GATE_UP_CHUNK = 16
-FFN_DOWN_CHUNK = 17
-FFN_COLUMNS = 18
-FFN_WIDTH = 19
-FFN_OUT_COLUMNS = 20
-FFN_GATE_KERNEL = 21  # address
-FFN_GATE_ROW_BYTES = 22
-FFN_UP_KERNEL = 23  # address
-FFN_UP_ROW_BYTES = 24
-FFN_UP_FORMAT = 25  # 0 when gate and up share a format, else 1
-FFN_DOWN_KERNEL = 26  # address
-FFN_DOWN_ROW_BYTES = 27
-FFN_HIDDEN_KERNEL = 28  # address: rounds for down
-FFN_HIDDEN_BYTES = 29
-FFN_RECORDS = 30  # FORMAT_WORDS for each format of x
+FFN_SCRATCH = 15  # address: for each seat (TOKEN_TILE, MOST_GATE_UP_ROWS) float32
+FFN_THREADS = 16
+FFN_COLUMNS = 17
+FFN_WIDTH = 18
+FFN_OUT_COLUMNS = 19
+FFN_GATE_KERNEL = 20  # address
+FFN_GATE_ROW_BYTES = 21
+FFN_UP_KERNEL = 22  # address
+FFN_UP_ROW_BYTES = 23
+FFN_UP_FORMAT = 24  # 0 when gate and up share a format, else 1
+FFN_DOWN_KERNEL = 25  # address
+FFN_DOWN_ROW_BYTES = 26
+FFN_HIDDEN_KERNEL = 27  # address: rounds for down
+FFN_HIDDEN_BYTES = 28
+FFN_RECORDS = 29  # FORMAT_WORDS for each format of x
 
 ATTENTION_SEATS = 1
 ATTENTION_Q = 2  # address
@@ -140,19 +139,28 @@ LAYER_WORDS = 16  # enough for the block of any job but matmul and FFN, whose re
 TOKEN_TILE = 32
 """How many tokens go through a chunk of weights at once: their rounded columns stay in a core's cache."""
 
-MOST_CHUNK_ROWS = 256
-"""The most rows of a task, so that what it holds for TOKEN_TILE tokens stays in a core's cache."""
+MOST_GATE_UP_ROWS = 256
+"""The most rows of a gate-and-up task, so that what it holds for TOKEN_TILE tokens stays in a core's cache."""
 
 _ROUND_TILE = 8  # rows that a task rounds
 _ROW_TILE = 8  # rows that a task normalizes, rotates or chooses of
 _COLUMN_TILE = 256  # columns that a task adds to
 _POSITION_TILE = 64  # positions whose keys and values go through the heads of a task at once
+_MOST_CHUNK_BYTES = 1 << 19  # half a core's cache; smaller ones would often end what the prefetcher has just learned
+_LEAST_CHUNK_BYTES = 1 << 15  # some 2 us of reading, beside which claiming a task is nothing
+_CHUNKS_PER_THREAD = 4  # so that a thread that comes late leaves its share to the others
 _SPINS = 2000  # some 50 us, then the thread that is waited for may need this core
 
 
 def attention_scratch_floats(task_heads: int, head_size: int) -> int:
     """How much float32 scratch a thread needs for tasks of so many heads."""
     return -(-(_POSITION_TILE + head_size + 2 * task_heads) // 16) * 16
+
+
+def chunk_rows(row_bytes: int, all_bytes: int, threads: int) -> int:
+    """Rows of a task that reads weights, of `all_bytes` that the threads share; a multiple of 4."""
+    chunk_bytes = min(max(all_bytes // (_CHUNKS_PER_THREAD * threads), _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
+    return max(chunk_bytes // row_bytes // 4 * 4, 4)
 
 
 @njit(cache=True, error_model="numpy")
@@ -267,8 +275,13 @@ def ffn_job(args: int) -> None:
     rounded_rows = 1 if shared else block[FFN_ROWS]
     tiles = _parts(rounded_rows, _ROUND_TILE)
     rounding_tasks = (1 + block[FFN_UP_FORMAT]) * tiles
-    up_chunks = _parts(block[FFN_WIDTH], block[FFN_GATE_UP_CHUNK])
-    down_chunks = _parts(block[FFN_OUT_COLUMNS], block[FFN_DOWN_CHUNK])
+    up_row_bytes = block[FFN_GATE_ROW_BYTES] + block[FFN_UP_ROW_BYTES]
+    up_rows = _chunk_rows(up_row_bytes, experts * block[FFN_WIDTH] * up_row_bytes, block[FFN_THREADS])
+    up_rows = min(up_rows, MOST_GATE_UP_ROWS)
+    up_chunks = _parts(block[FFN_WIDTH], up_rows)
+    down_row_bytes = block[FFN_DOWN_ROW_BYTES]
+    down_rows = _chunk_rows(down_row_bytes, experts * block[FFN_OUT_COLUMNS] * down_row_bytes, block[FFN_THREADS])
+    down_chunks = _parts(block[FFN_OUT_COLUMNS], down_rows)
     while True:
         task = atomic_add(args, 1)
         if task < rounding_tasks:
@@ -280,7 +293,7 @@ def ffn_job(args: int) -> None:
             expert = task // up_chunks
             if starts[expert + 1] > starts[expert]:
                 _wait_for(args + 8 * FFN_ROUNDED, rounding_tasks)
-                _gate_up_chunk(args, expert, task % up_chunks, seat, shared)
+                _gate_up_chunk(args, expert, task % up_chunks * up_rows, up_rows, seat, shared)
                 progress = block[FFN_PROGRESS] + 16 * expert
                 if atomic_add(progress, 1) == up_chunks - 1:
                     _round_hidden(args, expert)
@@ -292,7 +305,7 @@ def ffn_job(args: int) -> None:
         expert = task // down_chunks
         if starts[expert + 1] > starts[expert]:
             _wait_for(block[FFN_PROGRESS] + 16 * expert + 8, 1)
-            _down_chunk(args, expert, task % down_chunks)
+            _down_chunk(args, expert, task % down_chunks * down_rows, down_rows)
 
 
 def attention_job(args: int) -> None:
@@ -405,6 +418,9 @@ def _parts(whole: int, part: int) -> int:
     return (whole + part - 1) // part
 
 
+_chunk_rows = njit(**_INNER)(chunk_rows)
+
+
 @njit(**_INNER)
 def _wait_for(word: int, value: int) -> None:
     spins = 0
@@ -489,15 +505,13 @@ def _round_routed(args: int, form: int, first: int, rows: int) -> None:
 
 
 @njit(**_INNER)
-def _gate_up_chunk(args: int, expert: int, chunk: int, seat: int, shared: bool) -> None:
+def _gate_up_chunk(args: int, expert: int, first_row: int, most_rows: int, seat: int, shared: bool) -> None:
     block = words_at(args)
     starts = words_at(block[FFN_STARTS])
     addresses = words_at(block[FFN_ADDRESSES])
     width = block[FFN_WIDTH]
     columns = block[FFN_COLUMNS]
-    chunk_rows = block[FFN_GATE_UP_CHUNK]
-    first_row = chunk * chunk_rows
-    last_row = min(first_row + chunk_rows, width)
+    last_row = min(first_row + most_rows, width)
     rounded_rows = 1 if shared else block[FFN_ROWS]
     first_rounded = 0 if shared else starts[expert]
     rows = starts[expert + 1] - starts[expert]
@@ -506,7 +520,7 @@ def _gate_up_chunk(args: int, expert: int, chunk: int, seat: int, shared: bool) 
     up_bytes = block[FFN_RECORDS + up_format * FORMAT_WORDS + FORMAT_BYTES]
     for_gate = block[FFN_ROUNDED_X] + first_rounded * gate_bytes
     for_up = _rounded_at(args, FFN_RECORDS, up_format, block[FFN_ROUNDED_X], rounded_rows) + first_rounded * up_bytes
-    scratch = block[FFN_SCRATCH] + 4 * seat * TOKEN_TILE * chunk_rows
+    scratch = block[FFN_SCRATCH] + 4 * seat * TOKEN_TILE * MOST_GATE_UP_ROWS
     for start in range(0, rows, TOKEN_TILE):
         tile = min(TOKEN_TILE, rows - start)
         hidden = block[FFN_HIDDEN] + 4 * (starts[expert] + start) * width
@@ -534,12 +548,10 @@ def _gate_up_chunk(args: int, expert: int, chunk: int, seat: int, shared: bool) 
             up_bytes,
             tile,
             scratch - 4 * first_row,  # the kernel counts rows of the matrix, the scratch those of the chunk
-            chunk_rows,
+            most_rows,
         )
         for token in range(tile):
-            _silu_times(
-                hidden + 4 * (token * width + first_row), scratch + 4 * token * chunk_rows, last_row - first_row
-            )
+            _silu_times(hidden + 4 * (token * width + first_row), scratch + 4 * token * most_rows, last_row - first_row)
 
 
 @njit(**_INNER)
@@ -559,16 +571,15 @@ def _round_hidden(args: int, expert: int) -> None:
 
 
 @njit(**_INNER)
-def _down_chunk(args: int, expert: int, chunk: int) -> None:
+def _down_chunk(args: int, expert: int, first_row: int, most_rows: int) -> None:
     block = words_at(args)
     starts = words_at(block[FFN_STARTS])
-    first_row = chunk * block[FFN_DOWN_CHUNK]
     _rows_of_tokens(
         block[FFN_DOWN_KERNEL],
         words_at(block[FFN_ADDRESSES])[3 * expert + 2],
         block[FFN_DOWN_ROW_BYTES],
         first_row,
-        min(first_row + block[FFN_DOWN_CHUNK], block[FFN_OUT_COLUMNS]),
+        min(first_row + most_rows, block[FFN_OUT_COLUMNS]),
         block[FFN_WIDTH],
         block[FFN_ROUNDED_HIDDEN] + starts[expert] * block[FFN_HIDDEN_BYTES],
         block[FFN_HIDDEN_BYTES],

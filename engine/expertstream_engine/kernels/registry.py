@@ -92,7 +92,7 @@ def compile_kernel(kind: str, name: str, flavour: str) -> Any:
     """A numba cfunc of `kind` "rows" or "round_rows", whose dot products take a given flavour; for tests."""
     # Numba's cache tells functions apart by file, name, closure and CPU. The name gives each its own index, because
     # processes that fill one index at once may swap its entries; the closure names the code that made it.
-    kernel = f"{kind} {name} {flavour} {_source_digest()}"
+    kernel = f"{kind} {name} {flavour} {_SOURCE_DIGEST}"
     function, signature = (_rows(kernel), _ROWS) if kind == "rows" else (_round_rows(kernel), _ROUND_ROWS)
     function.__qualname__ = function.__name__ = f"{kind}_{name}_{flavour}"
     return numba.cfunc(signature, cache=True)(function)
@@ -129,6 +129,9 @@ def _source_digest() -> str:
     for module in (vector_ir, row_dots, activations):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()
+
+
+_SOURCE_DIGEST = _source_digest()  # at import: a file may change while a process runs what it was
 
 
 def _rows(kernel: str) -> Callable[..., None]:

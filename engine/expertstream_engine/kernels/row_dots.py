@@ -7,7 +7,6 @@ and the package gguf. Activation records are laid out by `activations`; loops ov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
 
 from attrs import frozen
 from llvmlite import ir
@@ -28,6 +27,8 @@ from expertstream_engine.kernels.vector_ir import (
 
 _FLOATS, _INTS, _QUANTS, _SIXTEEN = vector(F32, LANES), vector(I32, LANES), vector(I8, BLOCK), vector(I16, 16)
 _SUPERBLOCK = 256
+_LINE_BYTES = 64
+_PREFETCH_BYTES = 8192  # what a core reads in a few times the memory's latency
 _EVEN_THEN_ODD = (*range(0, 16, 2), *range(1, 16, 2))
 
 
@@ -60,6 +61,7 @@ def _floats(element_bytes: int, activation: str, widen: Callable[[VectorBuilder,
 
         sums = [[_accumulator(code, LANES) for _ in activations] for _ in range(4)]
         with code.loop(builder.lshr(columns, ir.Constant(I64, 5))) as i:
+            _prefetch(code, row, 4 * LANES * element_bytes, code.times(i, 4 * LANES * element_bytes))
             for quarter, accumulators in enumerate(sums):
                 first = builder.add(code.times(i, 4 * LANES), ir.Constant(I64, LANES * quarter))
                 add_products(first, accumulators, LANES)
@@ -111,6 +113,7 @@ def _blocks(block_bytes: int, unpack: Callable[[VectorBuilder, Value], tuple[Val
         block_count = builder.lshr(columns, ir.Constant(I64, 5))
         with code.loop(builder.lshr(block_count, ir.Constant(I64, 1))) as i:
             number = code.times(i, 2)
+            _prefetch(code, row, 2 * block_bytes, code.times(i, 2 * block_bytes))
             add_block(number, evens)
             add_block(builder.add(number, ir.Constant(I64, 1)), odds)
         with builder.if_then(builder.trunc(block_count, I1)):
@@ -153,8 +156,8 @@ _MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 class _Superblock:
     """A superblock: scale * sum(group scale * dot(quants - offset)) - min_scale * sum(min * sum of activations).
 
-    `quants` are 32 at a time, `group_scales` 16 of 16 bits, `scale` and `min_scale` in all lanes. The sums of sixteen
-    activations go with `mins` (like the group scales) if there are any, with the group scales if there is an offset.
+    `quants` are 32 at a time, `group_scales` and `mins` 16 of 16 bits. `scale` is in all lanes, or if there are mins
+    in lane 0 with their scale in lane 1. The sums of sixteen activations go with the mins and with the offset.
     """
 
     scale: Value
@@ -162,7 +165,6 @@ class _Superblock:
     quants: Iterator[Value]
     signed: bool = False
     offset: int = 0
-    min_scale: Value | None = None
     mins: Value | None = None
 
 
@@ -172,28 +174,32 @@ def _superblocks(block_bytes: int, unpack: Callable[[VectorBuilder, Value], _Sup
         accumulators = [_accumulator(code, LANES) for _ in activations]
         scales_offset = builder.add(columns, builder.lshr(columns, ir.Constant(I64, 3)))
         with code.loop(builder.lshr(columns, ir.Constant(I64, 8))) as i:
-            block = unpack(code, code.at(row, code.times(i, block_bytes)))
-            # Two totals for a token that is alone: one would wait for its own last addition.
-            chains = 2 if len(activations) == 1 else 1
-            totals = [[code.constant(_INTS, 0) for _ in range(chains)] for _ in activations]
+            offset = code.times(i, block_bytes)
+            _prefetch(code, row, block_bytes, offset)
+            block = unpack(code, code.at(row, offset))
+            totals = [code.no_dots() for _ in activations]
             group_scales = code.scales_to_spread(block.group_scales)
-            for number, weights in enumerate(block.quants):
-                scales = code.spread_scales(group_scales, number)
-                for record, chain in zip(activations, totals, strict=True):
-                    quants = code.load(code.at(record, code.times(i, _SUPERBLOCK)), _QUANTS, BLOCK * number)
-                    so_far = chain[number % chains]
-                    chain[number % chains] = code.add_scaled_dot(so_far, weights, quants, scales, block.signed)
-            for record, chain, accumulator in zip(activations, totals, accumulators, strict=True):
-                total = reduce(builder.add, chain)
+            for pair, weights in enumerate(zip(block.quants, block.quants, strict=True)):
+                scales = code.spread_scales(group_scales, pair, block.signed)
+                for token, record in enumerate(activations):
+                    place = code.at(record, builder.add(code.times(i, _SUPERBLOCK), ir.Constant(I64, 2 * BLOCK * pair)))
+                    quants = code.load(place, _QUANTS), code.load(place, _QUANTS, BLOCK)
+                    totals[token] = code.add_scaled_dots(totals[token], weights, quants, scales, block.signed)
+            for record, pair_totals, accumulator in zip(activations, totals, accumulators, strict=True):
+                total = code.sum_of_dots(pair_totals, block.signed)
                 sums = code.load(record, _SIXTEEN, builder.add(columns, code.times(i, 32)))
                 scale = code.splat(code.load(record, F32, builder.add(scales_offset, code.times(i, 4))), LANES)
                 if block.offset:
                     excess = code.dot_pairs(block.group_scales, sums)
                     total = builder.sub(total, builder.mul(excess, code.constant(_INTS, block.offset)))
-                _add_product(code, accumulator, builder.fmul(block.scale, scale), builder.sitofp(total, _FLOATS))
-                if block.mins is not None:
-                    below = builder.sitofp(code.dot_pairs(block.mins, sums), _FLOATS)
-                    _add_product(code, accumulator, builder.fneg(builder.fmul(block.min_scale, scale)), below)
+                scale = builder.fmul(block.scale, scale)
+                if block.mins is None:
+                    _add_product(code, accumulator, scale, builder.sitofp(total, _FLOATS))
+                    continue
+                scale, min_scale = (code.shuffle(scale, [lane] * LANES) for lane in range(2))
+                below = builder.sitofp(code.dot_pairs(block.mins, sums), _FLOATS)
+                _add_product(code, accumulator, scale, builder.sitofp(total, _FLOATS))
+                _add_product(code, accumulator, builder.fneg(min_scale), below)
         return [code.sum_lanes(builder.load(accumulator)) for accumulator in accumulators]
 
     return RowDot(_SUPERBLOCK, block_bytes, "Q8_K", emit)
@@ -209,7 +215,7 @@ def _q2_k(code: VectorBuilder, block: Value) -> _Superblock:
             for part in range(4):
                 yield code.move_bits(packed, 3 << 2 * part, -2 * part)
 
-    return _Superblock(_half(code, block, 80), scales, quants(), min_scale=_half(code, block, 82), mins=mins)
+    return _Superblock(_two_halves(code, block, 80), scales, quants(), mins=mins)
 
 
 def _q3_k(code: VectorBuilder, block: Value) -> _Superblock:
@@ -267,9 +273,7 @@ def _with_six_bit_scales(code: VectorBuilder, block: Value, quants: Iterator[Val
     def eight_twice(first: int) -> Value:
         return builder.zext(code.shuffle(scales_and_mins, [*range(first, first + 8)] * 2), _SIXTEEN)
 
-    return _Superblock(
-        _half(code, block, 0), eight_twice(0), quants, min_scale=_half(code, block, 2), mins=eight_twice(8)
-    )
+    return _Superblock(_two_halves(code, block, 0), eight_twice(0), quants, mins=eight_twice(8))
 
 
 def _q6_k(code: VectorBuilder, block: Value) -> _Superblock:
@@ -308,6 +312,15 @@ _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 
 # What several types share.
 
 
+def _prefetch(code: VectorBuilder, row: Value, nbytes: int, offset: Value) -> None:
+    """Ask for the bytes that come some way after the `nbytes` at `offset` from a row, be they the next row's.
+
+    The CPU's own prefetching alone leaves a third of the memory's bandwidth unused.
+    """
+    for line in range(_PREFETCH_BYTES, _PREFETCH_BYTES + nbytes, _LINE_BYTES):
+        code.prefetch(code.at(row, line), offset)
+
+
 def _accumulator(code: VectorBuilder, count: int) -> Value:
     return code.variable(code.constant(vector(F32, count), 0.0))
 
@@ -319,6 +332,12 @@ def _add_product(code: VectorBuilder, accumulator: Value, left: Value, right: Va
 def _half(code: VectorBuilder, block: Value, offset: int) -> Value:
     """A half float in all lanes."""
     return code.half_to_float(code.splat(code.load(block, I16, offset), LANES))
+
+
+def _two_halves(code: VectorBuilder, block: Value, offset: int) -> Value:
+    """Two half floats in turns."""
+    pair = code.splat(code.load(block, I32, offset), LANES // 2)
+    return code.half_to_float(code.builder.bitcast(pair, vector(I16, LANES)))
 
 
 def _nibbles(code: VectorBuilder, block: Value, offset: int) -> Value:

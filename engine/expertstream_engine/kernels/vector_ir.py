@@ -18,6 +18,7 @@ from numba.core.registry import cpu_target
 
 Value = Any
 """An llvmlite value; llvmlite is untyped."""
+Pair = tuple[Value, Value]
 _cgutils: Any = numba.core.cgutils  # numba is untyped
 
 LANES = 8
@@ -69,7 +70,7 @@ class Target:
 class VectorBuilder:
     """Emits vector code at an llvmlite builder's position. This flavour runs on every CPU.
 
-    Quants are bytes, 32 at a time, those called unsigned below 128; activations are bytes of -127 to 127.
+    Quants are bytes, 32 at a time, those called unsigned below 65; activations are bytes of -127 to 127.
     """
 
     flavour = "generic"
@@ -91,19 +92,44 @@ class VectorBuilder:
         pairs = self.dot_pairs(self.builder.sext(quants, wide), self.builder.sext(activations, wide))
         return self._add_neighbours(pairs)
 
-    def add_scaled_dot(
-        self, total: Value, quants: Value, activations: Value, scales: Value, signed: bool = False
-    ) -> Value:
-        """total + scales * dot(quants, activations); `scales` are from `spread_scales`, `signed` is of the quants."""
-        return self.builder.add(total, self.builder.mul(self.dot(quants, activations), scales))
+    def no_dots(self) -> Pair:
+        """What `add_scaled_dots` begins with."""
+        zero = self.constant(vector(I32, LANES), 0)
+        return zero, zero
+
+    def add_scaled_dots(
+        self, totals: Pair, quants: Pair, activations: Pair, scales: Sequence[Value], signed: bool
+    ) -> Pair:
+        """The totals and scale * dot for each of a pair of quants; `sum_of_dots` makes one sum of them.
+
+        `scales` are from `spread_scales`; `signed` is of the quants, here and there.
+        """
+        first, second = (
+            self.builder.add(total, self.builder.mul(self.dot(weights, numbers), scale))
+            for total, weights, numbers, scale in zip(totals, quants, activations, scales, strict=True)
+        )
+        return first, second
+
+    def sum_of_dots(self, totals: Pair, signed: bool) -> Value:
+        """What was added up, in 32-bit lanes.
+
+        Each half of the vector has two sums of neighbouring lanes of the first `dot` of a pair, then two of the second.
+        """
+        lanes = [lane for half in (0, LANES // 2) for start in (half, half + LANES) for lane in (start, start + 2)]
+        odd = [lane + 1 for lane in lanes]
+        return self.builder.add(self.shuffle(totals[0], lanes, totals[1]), self.shuffle(totals[0], odd, totals[1]))
 
     def scales_to_spread(self, scales: Value) -> Value:
         """16 scales of 16 bits in the form that `spread_scales` wants."""
         return scales
 
-    def spread_scales(self, scales: Value, number: int) -> Value:
-        """Scale `number` in the lower lanes and scale 8 + number in the upper ones."""
-        return self.builder.sext(self.shuffle(scales, [number] * 4 + [8 + number] * 4), vector(I32, LANES))
+    def spread_scales(self, scales: Value, pair: int, signed: bool) -> Sequence[Value]:
+        """What `add_scaled_dots` wants for quants 2 * pair and 2 * pair + 1.
+
+        The lower lanes of quants n are scaled by scale n, the upper ones by scale 8 + n.
+        """
+        orders = [[number] * 4 + [8 + number] * 4 for number in (2 * pair, 2 * pair + 1)]
+        return [self.builder.sext(self.shuffle(scales, order), vector(I32, LANES)) for order in orders]
 
     def dot_pairs(self, left: Value, right: Value) -> Value:
         """Sums of the products of neighbours: 32-bit lanes from twice as many signed 16-bit ones."""
@@ -246,6 +272,14 @@ class VectorBuilder:
         place = self.builder.bitcast(self.at(pointer, offset), value.type.as_pointer())
         self.builder.store(value, place).align = 1
 
+    def prefetch(self, pointer: Value, offset: Value | int) -> None:
+        """Begin to bring the cache line at `offset` bytes from a byte pointer near; nothing has to be there."""
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        function = self.builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), kind)
+        # To read; into the second level, which takes more lines at a time than the first; data.
+        hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]
+        self.builder.call(function, [self.at(pointer, offset), *hints])
+
     def load_entry(self, table: Sequence[float], index: Value) -> Value:
         """table[index], a float32 from a constant in memory; `index` is an unsigned integer."""
         entries = ir.Constant(ir.ArrayType(F32, len(table)), list(table))
@@ -270,9 +304,10 @@ class VectorBuilder:
         """The scalar in all lanes."""
         return self.shuffle(self.builder.bitcast(scalar, vector(scalar.type, 1)), [0] * count)
 
-    def shuffle(self, lanes: Value, order: Sequence[int]) -> Value:
-        """Lanes of a vector in a new order."""
-        return self.builder.shuffle_vector(lanes, lanes, ir.Constant(vector(I32, len(order)), list(order)))
+    def shuffle(self, lanes: Value, order: Sequence[int], more: Value = None) -> Value:
+        """Lanes of a vector in a new order; those of `more` have the numbers after its last one."""
+        more = lanes if more is None else more
+        return self.builder.shuffle_vector(lanes, more, ir.Constant(vector(I32, len(order)), list(order)))
 
     def pick(self, lanes: Value) -> Value:
         """The first lane as a scalar."""
@@ -314,12 +349,17 @@ class Avx2Builder(VectorBuilder):
         pairs = self._dot_pairs_of_bytes(*self._move_signs(quants, activations))
         return self.dot_pairs(pairs, self.constant(pairs.type, 1))
 
-    def add_scaled_dot(
-        self, total: Value, quants: Value, activations: Value, scales: Value, signed: bool = False
-    ) -> Value:
+    def add_scaled_dots(
+        self, totals: Pair, quants: Pair, activations: Pair, scales: Sequence[Value], signed: bool
+    ) -> Pair:
         if signed:
-            quants, activations = self._move_signs(quants, activations)
-        return self._add_dot_pairs(total, self._dot_pairs_of_bytes(quants, activations), scales)
+            moved = [self._move_signs(*each) for each in zip(quants, activations, strict=True)]
+            quants, activations = zip(*moved, strict=True)
+        first, second = (
+            self._add_dot_pairs(total, self._dot_pairs_of_bytes(weights, numbers), scale)
+            for total, weights, numbers, scale in zip(totals, quants, activations, scales, strict=True)
+        )
+        return first, second
 
     def scales_to_spread(self, scales: Value) -> Value:
         # LLVM must not see how the scales were made: it would make every spread anew from there, in three
@@ -327,9 +367,9 @@ class Avx2Builder(VectorBuilder):
         through = ir.FunctionType(scales.type, [scales.type])
         return self.builder.asm(through, "", "=x,0", [scales], False)
 
-    def spread_scales(self, scales: Value, number: int) -> Value:
+    def spread_scales(self, scales: Value, pair: int, signed: bool) -> Sequence[Value]:
         # A lane has its scale twice, for the two pairs of products whose scaled sum it gets.
-        return self.shuffle(scales, [number] * 8 + [8 + number] * 8)
+        return [self.shuffle(scales, [each] * 8 + [8 + each] * 8) for each in (2 * pair, 2 * pair + 1)]
 
     def dot_pairs(self, left: Value, right: Value) -> Value:
         return self.call("llvm.x86.avx2.pmadd.wd", vector(I32, LANES), left, right)
@@ -351,7 +391,11 @@ class Avx2Builder(VectorBuilder):
 
 
 class VnniBuilder(Avx2Builder):
-    """Integer dot products by vpdpbusd and vpdpwssd."""
+    """Integer dot products by vpdpbusd and vpdpwssd.
+
+    Four products of unsigned quants add up to 16 bits, so a pair's dot products are packed and scaled together: CPUs
+    have two units that multiply, and they are what limits the speed.
+    """
 
     flavour = "vnni"
 
@@ -363,6 +407,27 @@ class VnniBuilder(Avx2Builder):
     def dot(self, quants: Value, activations: Value) -> Value:
         zero = self.constant(vector(I32, LANES), 0)
         return self._accumulate("vpdpbusd", zero, *self._move_signs(quants, activations))
+
+    def add_scaled_dots(
+        self, totals: Pair, quants: Pair, activations: Pair, scales: Sequence[Value], signed: bool
+    ) -> Pair:
+        if signed:
+            return super().add_scaled_dots(totals, quants, activations, scales, signed)
+        zero = self.constant(vector(I32, LANES), 0)
+        dots = [self._accumulate("vpdpbusd", zero, *each) for each in zip(quants, activations, strict=True)]
+        packed = self.call("llvm.x86.avx2.packssdw", vector(I16, 16), *dots)
+        # In turns, because one total would wait for its own last addition.
+        return totals[1], self._add_dot_pairs(totals[0], packed, *scales)
+
+    def sum_of_dots(self, totals: Pair, signed: bool) -> Value:
+        return super().sum_of_dots(totals, signed) if signed else self.builder.add(*totals)
+
+    def spread_scales(self, scales: Value, pair: int, signed: bool) -> Sequence[Value]:
+        if signed:
+            return super().spread_scales(scales, pair, signed)
+        # Packing takes the lower lanes of both, then the upper lanes of both.
+        order = [first + number for first in (0, 8) for number in (2 * pair, 2 * pair + 1) for _ in range(4)]
+        return [self.shuffle(scales, order)]
 
     def _add_dot_pairs(self, total: Value, left: Value, right: Value) -> Value:
         return self._accumulate("vpdpwssd", total, left, right)

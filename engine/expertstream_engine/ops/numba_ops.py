@@ -25,11 +25,12 @@ from expertstream_engine.kernels.pool import WorkerPool, job_address
 from expertstream_engine.kernels.registry import SUPPORTED_TYPES, activation_kernel, check_columns, weight_kernel
 from expertstream_engine.kernels.row_dots import ROW_DOTS
 from expertstream_engine.ops import checks
+from expertstream_engine.ops.host_arrays import HostArrays
 from expertstream_engine.ops.numpy_ops import dequantize
 from expertstream_engine.ops.protocol import F32, I64, ExpertFfn, QuantMatrix
 
 
-class NumbaOps:
+class NumbaOps(HostArrays):
     """An Ops that runs on `threads` threads, the caller's among them, between enter and exit.
 
     Its scratch grows to what the largest call so far needed; `workspace_bytes` tells beforehand how much that is.
@@ -297,9 +298,7 @@ _READERS: dict[Callable[[NDArray[Any]], int], NDArray[Any]] = {
 }
 
 _SMALL_ELEMENTS = 1 << 15  # some 10 us of work, about what it costs until a worker has joined and left
-_MOST_CHUNK_BYTES = 1 << 16  # fits the cache of a core beside a tile of activations
-_LEAST_CHUNK_BYTES = 1 << 13  # some 1 us of reading, beside which claiming a task is nothing
-_CHUNKS_PER_THREAD = 4
+_TASKS_PER_THREAD = 4
 _PROGRESS_BYTES = 16
 
 
@@ -358,7 +357,7 @@ class _MatmulPlan:
         for matrix in matrices:
             kernel = weight_kernel(matrix.type_name)
             row_bytes = matrix.data.shape[1]
-            chunk = _chunk_rows(row_bytes, all_bytes, threads)
+            chunk = layer.chunk_rows(row_bytes, all_bytes, threads)
             address = int(matrix.data.ctypes.data)
             words += [kernel.address, formats.index(kernel.activation), address, row_bytes, matrix.rows, chunk]
         block = np.array(words, np.int64)
@@ -382,10 +381,8 @@ class _FfnPlan:
         gate, up, down = (weight_kernel(part.type_name) for part in (ffn.gate, ffn.up, ffn.down))
         hidden = activation_kernel(down.activation)
         formats = _formats((ffn.gate.type_name, ffn.up.type_name))
-        down_bytes = ffn.down.row_bytes
-        words = [0] * layer.FFN_GATE_UP_CHUNK + [
-            _gate_up_chunk_rows(ffn, threads),
-            _chunk_rows(down_bytes, ffn.down.rows * down_bytes, threads),
+        words = [0] * layer.FFN_THREADS + [
+            threads,
             ffn.gate.columns,
             ffn.gate.rows,
             ffn.down.rows,
@@ -395,7 +392,7 @@ class _FfnPlan:
             ffn.up.row_bytes,
             formats.index(up.activation),
             down.address,
-            down_bytes,
+            ffn.down.row_bytes,
             hidden.address,
             hidden.bytes_for(ffn.down.columns),
         ]
@@ -421,7 +418,7 @@ class _FfnScratch:
             sum(_record_bytes(form, ffn.gate.columns) for form in _formats((ffn.gate.type_name, ffn.up.type_name))),
             _aligned(4 * ffn.gate.rows),
             _record_bytes(down_format, ffn.down.columns),
-            4 * threads * layer.TOKEN_TILE * _gate_up_chunk_rows(ffn, threads),
+            4 * threads * layer.TOKEN_TILE * layer.MOST_GATE_UP_ROWS,
         )
 
     def nbytes(self, rows: int, experts: int) -> int:
@@ -430,21 +427,10 @@ class _FfnScratch:
         return _aligned(_PROGRESS_BYTES * experts) + rows * row_bytes + self.seats_bytes
 
 
-def _gate_up_chunk_rows(ffn: ExpertFfn, threads: int) -> int:
-    row_bytes = ffn.gate.row_bytes + ffn.up.row_bytes
-    return _chunk_rows(row_bytes, ffn.gate.rows * row_bytes, threads)
-
-
-def _chunk_rows(row_bytes: int, all_bytes: int, threads: int) -> int:
-    """Rows of a task: a chunk that a core's cache holds, smaller where so few bytes would leave threads idle."""
-    chunk_bytes = min(max(all_bytes // (_CHUNKS_PER_THREAD * threads), _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
-    return min(max(chunk_bytes // row_bytes // 4 * 4, 4), layer.MOST_CHUNK_ROWS)
-
-
 def _task_heads(tokens: int, heads: int, kv_heads: int, threads: int) -> int:
     """Heads of a task: as many that share a kv head as leave enough tasks for all threads."""
     group = heads // kv_heads
-    wanted_tasks = _CHUNKS_PER_THREAD * threads
+    wanted_tasks = _TASKS_PER_THREAD * threads
     for task_heads in range(group, 1, -1):
         if group % task_heads == 0 and heads // task_heads * tokens >= wanted_tasks:
             return task_heads

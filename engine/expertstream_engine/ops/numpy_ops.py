@@ -15,10 +15,11 @@ import numpy as np
 from gguf import GGMLQuantizationType, quants
 
 from expertstream_engine.ops import checks
+from expertstream_engine.ops.host_arrays import HostArrays
 from expertstream_engine.ops.protocol import F32, I64, U8, ExpertFfn, Projection, QuantMatrix
 
 
-class NumpyOps:
+class NumpyOps(HostArrays):
     """An Ops that needs no compiler; it holds nothing but what it is given."""
 
     def prepare(self, type_names: Collection[str], progress: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from expertstream.errors import CheckpointError
-from expertstream.observers import get_log
+from expertstream.log import get_log
 from expertstream_engine.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from expertstream_engine.tokenizer.vocabulary import TokenType, UnsupportedTokenizer, Vocabulary, string_list
 

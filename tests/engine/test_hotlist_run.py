@@ -1,0 +1,145 @@
+"""Hotlists through `expertstream run`: saved by one run, read before the first token of the next."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from typer.testing import CliRunner, Result
+
+from expertstream import MemoryRequest
+from expertstream_engine import BUNDLED_MODEL, Model, RunSettings
+from expertstream_engine.cli import app
+from expertstream_engine.demand import plan_run
+
+
+@pytest.fixture(autouse=True)
+def nothing_set_outside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in [name for name in os.environ if name.startswith("EXPERTSTREAM_")]:
+        monkeypatch.delenv(name)
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model in a folder of its own."""
+    return Path(shutil.copy(BUNDLED_MODEL, tmp_path_factory.mktemp("model") / "model.gguf"))
+
+
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The hotlist of a short run."""
+    path = tmp_path_factory.mktemp("lists") / "saved.json"
+    assert run(model, "--save-hotlist", path).exit_code == 0
+    return path
+
+
+@pytest.fixture
+def beside(model: Path, saved: Path) -> Iterator[Path]:
+    """A copy of the list where it is found by itself."""
+    path = Path(shutil.copy(saved, f"{model}.hotlist.json"))
+    yield path
+    path.unlink()
+
+
+def run(model: Path, *options: str | Path) -> Result:
+    fixed = ["run", model, "-p", "In the beginning God created", "-n", "12", "--expert-memory", "25%"]
+    return CliRunner().invoke(app, [str(argument) for argument in (*fixed, *options)])
+
+
+def report(model: Path, *options: str | Path) -> Any:
+    result = run(model, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def of_another_model(path: Path, *, expert: int = 0) -> None:
+    document = json.loads(path.read_text())
+    document["model"] |= {"identity": "0" * 32, "name": "another one"}
+    document["experts"].append([0, 16 + expert, 0.0]) if expert else None
+    path.write_text(json.dumps(document))
+
+
+def test_a_list_names_the_experts_that_were_used(saved: Path) -> None:
+    document = json.loads(saved.read_text())
+    scores = [score for _, _, score in document["experts"]]
+    assert scores == sorted(scores, reverse=True)
+    assert scores[0] >= 4
+    assert document["model"]["expert_counts"] == {str(layer): 16 for layer in range(4)}
+
+
+def test_a_list_fills_the_slots_before_the_prompt_and_changes_no_token(model: Path, saved: Path) -> None:
+    cold, seeded = report(model), report(model, "--hotlist", saved)
+    assert seeded["tokens"] == cold["tokens"]
+    assert cold["seeded_experts"] == 0
+    assert seeded["seeded_experts"] == seeded["slots"] == 14
+    assert cold["prefill"]["hits"] == 0
+    assert seeded["prefill"]["hits"] > 0
+    assert seeded["prefill"]["steps"] == cold["prefill"]["steps"], "seeding is no step"
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru"])
+def test_a_list_suits_every_policy_and_backend(model: Path, saved: Path, policy: str) -> None:
+    found = report(model, "--hotlist", saved, "--policy", policy, "--backend", "metal_compat")
+    assert found["seeded_experts"] == 14
+    assert found["tokens"] == report(model)["tokens"]
+
+
+def test_a_list_beside_the_model_is_found_and_the_report_says_so(model: Path, beside: Path) -> None:
+    result = run(model)
+    assert "14 experts of the hotlist were read before the prompt" in result.stderr
+    assert run(model, "--hotlist", beside).exit_code == 0
+
+
+def test_a_list_of_another_model_found_by_itself_is_refused(model: Path, beside: Path) -> None:
+    of_another_model(beside)
+    result = run(model)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "is of another model: of 'another one'" in result.stderr
+    assert f"--hotlist {beside}" in result.stderr
+
+
+def test_a_list_of_another_model_that_is_named_is_used_with_a_warning(model: Path, saved: Path, tmp_path: Path) -> None:
+    named = Path(shutil.copy(saved, tmp_path / "named.json"))
+    of_another_model(named)
+    result = run(model, "--hotlist", named)
+    assert result.exit_code == 0
+    assert "hotlist_of_another_model" in result.stderr
+    assert "14 experts of the hotlist" in result.stderr
+    of_another_model(named, expert=1)
+    refused = run(model, "--hotlist", named)
+    assert refused.exit_code == 2
+    assert "expert 17 of layer 0" in refused.stderr
+
+
+def test_seeding_shows_how_far_it_is(model: Path, saved: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    settings = RunSettings(hotlist=saved, expert_memory=MemoryRequest.parse("25%"))
+    with Model(plan_run(model, settings), settings, lambda *step: told.append(step)) as loaded:
+        steps = [(done, total) for what, done, total in told if what == "hot experts"]
+        assert len(steps) == loaded.seeded_experts == 14
+        assert steps == sorted(set(steps))
+        assert steps[-1] == (loaded.streamer.counters.expert_bytes_read,) * 2
+        assert told[-1][0] == "hot experts", "nothing is left to do before the first token"
+
+
+def test_a_list_that_cannot_be_saved_is_refused_before_anything_is_computed(model: Path, tmp_path: Path) -> None:
+    result = run(model, "--save-hotlist", tmp_path / "nowhere" / "list")
+    assert result.exit_code == 2
+    assert "cannot be saved" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_list_is_saved_again_with_what_the_seeds_became(model: Path, saved: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again.json"
+    assert run(model, "--hotlist", saved, "--save-hotlist", again).exit_code == 0
+    experts = {(layer, expert) for layer, expert, _ in json.loads(again.read_text())["experts"]}
+    assert len(experts) >= 14

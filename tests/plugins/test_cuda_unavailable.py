@@ -1,0 +1,165 @@
+"""The CUDA backends on a machine that cannot run them: they say why, and stand in nobody's way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from expertstream import AvailableMemory, BackendUnavailable, MachineError, open_backend, probe_backends
+from expertstream_cuda import device as device_module
+from expertstream_cuda_unified import HEADROOM_PERCENT, one_pool_budget
+
+GIB = 1 << 30
+
+
+class FakeError(Exception):
+    """What CuPy's runtime raises."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+class FakeRuntime:
+    """A CUDA runtime that counts devices as it is told, or raises."""
+
+    CUDARuntimeError = FakeError
+
+    def __init__(self, count: int | FakeError, driver: int = 13000, attributes: int = 1) -> None:
+        self.count, self.driver, self.attributes = count, driver, attributes
+        self.free = 100 * GIB
+
+    def __getattr__(self, name: str) -> str:
+        if name.startswith("cudaDevAttr"):
+            return name.removeprefix("cudaDevAttr")
+        raise AttributeError(name)
+
+    def getDeviceCount(self) -> int:
+        if isinstance(self.count, FakeError):
+            raise self.count
+        return self.count
+
+    def getDeviceProperties(self, number: int) -> dict[str, bytes]:
+        return {"name": b"Fake GPU", "uuid": bytes([number] * 16)}
+
+    def deviceGetAttribute(self, name: str, number: int) -> int:
+        return self.attributes
+
+    def driverGetVersion(self) -> int:
+        return self.driver
+
+    def runtimeGetVersion(self) -> int:
+        return 13000
+
+    def setDevice(self, number: int) -> None:
+        self.current = number
+
+    def memGetInfo(self) -> tuple[int, int]:
+        return self.free, 80 * GIB
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_of_what_was_found() -> Iterator[None]:
+    device_module._runtime.cache_clear()
+    yield
+    device_module._runtime.cache_clear()
+
+
+def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
+    cuda = types.ModuleType("cupy.cuda")
+    cuda.runtime = runtime  # type: ignore[attr-defined]  # a module made here
+    monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+
+
+@pytest.mark.parametrize("name", ["cuda_discrete", "cuda_unified"])
+@pytest.mark.parametrize(
+    ("runtime", "why"),
+    [
+        (FakeRuntime(FakeError(35), driver=0), "no CUDA driver is installed here"),
+        (FakeRuntime(FakeError(35), driver=12040), r"driver is for CUDA 12\.4, older than CUDA 13\.0"),
+        (FakeRuntime(FakeError(100)), "finds no device"),
+        (FakeRuntime(0), "finds no device"),
+        (FakeRuntime(FakeError(999)), "the CUDA driver answers: error 999"),
+    ],
+)
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, name: str, runtime: FakeRuntime, why: str) -> None:
+    install(monkeypatch, runtime)
+    with pytest.raises(BackendUnavailable, match=why):
+        open_backend(name)
+    problems = {status.offer.name: status.problem for status in probe_backends()}
+    assert problems["cpu"] is None
+    assert problems[name] is not None
+
+
+def test_hidden_devices_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeRuntime(FakeError(100)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(BackendUnavailable, match="CUDA_VISIBLE_DEVICES is ''"):
+        open_backend("cuda_discrete")
+
+
+@pytest.mark.parametrize("error", [ImportError("no libcudart"), OSError("cannot be opened"), RuntimeError("odd")])
+def test_a_cupy_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    class Broken:
+        """Finds CuPy, and fails while importing it."""
+
+        def find_spec(self, name: str, *_: object) -> None:
+            if name.split(".")[0] == "cupy":
+                raise error
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "cupy"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(BackendUnavailable, match=rf"CuPy cannot be imported \({type(error).__name__}.*cuda13"):
+        open_backend("cuda_discrete")
+
+
+def test_free_memory_that_cannot_be_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeRuntime(1))
+    with pytest.raises(MachineError, match="which cannot be"):
+        open_backend("cuda_discrete")
+
+
+def test_a_device_that_cannot_read_host_memory_is_refused_by_attribute(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeRuntime(1, attributes=0))
+    with pytest.raises(BackendUnavailable, match=r"PageableMemoryAccess .*mapped = true"):
+        open_backend("cuda_unified")
+
+
+def test_a_device_that_reads_host_memory_is_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeRuntime(1))
+    assert open_backend("cuda_unified").host_memory_is_device_addressable() is True
+
+
+def test_the_cpu_backend_never_loads_cuda() -> None:
+    program = (
+        "import sys, expertstream; expertstream.open_backend('cpu').describe_device();"
+        "sys.exit(any(name.split('.')[0] in ('cupy', 'expertstream_cuda') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_one_pool_leaves_headroom_and_counts_what_is_resident_once() -> None:
+    available = AvailableMemory(100 * GIB, "a test", 100 * GIB)
+    left = 100 * GIB - 100 * GIB * HEADROOM_PERCENT // 100
+    assert one_pool_budget(available, GIB, 0, None).slots == left // GIB
+    assert one_pool_budget(available, GIB, 90 * GIB, None).slots == left // GIB - 90
+    assert one_pool_budget(available, GIB, 0, 7).slots == 7
+    assert one_pool_budget(available, GIB, 200 * GIB, 7).slots == 0
+
+
+def test_a_published_case_fits_one_pool_with_streaming_and_not_without() -> None:
+    """A checkpoint of 369.96 GiB, 335.62 GiB of it experts, on a pool of 119.631 GiB; 8,000 slots take 44.56 GiB."""
+    pool_bytes = round(119.631 * GIB)
+    available = AvailableMemory(pool_bytes, "a published machine", pool_bytes)
+    slot_bytes = round(44.56 * GIB) // 8000 // 4096 * 4096
+    staged_bytes, all_bytes = round(26.01 * GIB), round(369.96 * GIB)
+    assert one_pool_budget(available, slot_bytes, staged_bytes, 8000).slots == 8000
+    assert one_pool_budget(available, slot_bytes, all_bytes, 8000).slots == 0
+    every_expert = -(-round(335.62 * GIB) // slot_bytes)
+    assert one_pool_budget(available, slot_bytes, staged_bytes, every_expert).slots < every_expert
