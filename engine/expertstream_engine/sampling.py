@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import numpy as np
 from attrs import Attribute, field, frozen
@@ -21,39 +22,47 @@ class LogitsNotFinite(ExpertstreamError):
     """A model's logits hold NaN or infinity, so no choice among them would mean anything."""
 
 
-def _temperature(settings: object, attribute: Attribute[float], value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ConfigError(f"{attribute.name} is {value}; it must be a number from 0 up")
+def _temperature(settings: object, attribute: Attribute[float], value: object) -> None:
+    if not (_is_number(value) and 0 <= value < math.inf):
+        raise ConfigError(f"{attribute.name} is {value!r}; it must be a number from 0 up")
 
 
-def _share(settings: object, attribute: Attribute[float], value: float) -> None:
-    if not 0 < value <= 1:
-        raise ConfigError(f"{attribute.name} is {value}; it must be above 0 and at most 1")
+def _share(settings: object, attribute: Attribute[float], value: object) -> None:
+    if not (_is_number(value) and 0 < value <= 1):
+        raise ConfigError(f"{attribute.name} is {value!r}; it must be a number above 0 and at most 1")
 
 
-def _ratio(settings: object, attribute: Attribute[float], value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"{attribute.name} is {value}; it must be from 0 to 1")
+def _ratio(settings: object, attribute: Attribute[float], value: object) -> None:
+    if not (_is_number(value) and 0 <= value <= 1):
+        raise ConfigError(f"{attribute.name} is {value!r}; it must be a number from 0 to 1")
 
 
-def _penalty(settings: object, attribute: Attribute[float], value: float) -> None:
-    if not 0.01 <= value <= 100:
-        raise ConfigError(f"{attribute.name} is {value}; it must be from 0.01 to 100, where 1 is off")
+def _penalty(settings: object, attribute: Attribute[float], value: object) -> None:
+    if not (_is_number(value) and 0.01 <= value <= 100):
+        raise ConfigError(f"{attribute.name} is {value!r}; it must be a number from 0.01 to 100, where 1 is off")
 
 
-def _count(settings: object, attribute: Attribute[int], value: int) -> None:
-    if not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{attribute.name} is {value}; it must be a whole number from 0 up")
+def _count(settings: object, attribute: Attribute[int], value: object) -> None:
+    if not (_is_whole(value) and value >= 0):
+        raise ConfigError(f"{attribute.name} is {value!r}; it must be a whole number from 0 up")
 
 
-def _seed(settings: object, attribute: Attribute[int | None], value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or value < 0):
-        raise ConfigError(f"{attribute.name} is {value}; it must be a whole number from 0 up, or None")
+def _seed(settings: object, attribute: Attribute[int | None], value: object) -> None:
+    if value is not None and not (_is_whole(value) and value >= 0):
+        raise ConfigError(f"{attribute.name} is {value!r}; it must be a whole number from 0 up, or None")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @frozen
 class SamplingSettings:
-    """How to choose; as they stand, always the most likely token. Raises ConfigError for a value out of range.
+    """How to choose; as they stand, always the most likely token. Raises ConfigError for a wrong value.
 
     `top_k` 0, `top_p` 1, `min_p` 0 and `repeat_penalty` 1 are off. The penalty looks back over `repeat_last_n` tokens.
     With `seed` None the sampler draws one and tells it.

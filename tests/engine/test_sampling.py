@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import numpy as np
@@ -196,8 +198,17 @@ def test_recent_tokens_outside_the_vocabulary_are_refused(token: int) -> None:
         ("repeat_penalty", float("inf")),
         ("repeat_last_n", -1),
         ("seed", -1),
+        *itertools.product(["temperature", "top_p", "min_p", "repeat_penalty"], ["1", None, True, [1.0], 1j]),
+        *itertools.product(["top_k", "repeat_last_n"], ["1", None, True, 2.5, 2.0, [1]]),
+        *itertools.product(["seed"], ["1", True, 2.5, [1]]),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name_with_its_range(field: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{field} is {value}; it must be"):
-        SamplingSettings(**{field: value})  # type: ignore[arg-type]  # the parametrized fields differ in type
+def test_a_wrong_setting_is_refused_by_name_with_what_it_must_be(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{field} is {re.escape(repr(value))}; it must be a (whole )?number"):
+        SamplingSettings(**{field: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    settings = SamplingSettings(temperature=np.float32(0.5), top_k=np.int64(3), seed=np.uint32(7))  # type: ignore[arg-type]  # beyond what the types promise
+    plain = SamplingSettings(temperature=0.5, top_k=3, seed=7)
+    assert [Sampler(settings).next(FIVE, []) for _ in range(9)] == [Sampler(plain).next(FIVE, []) for _ in range(9)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -347,6 +348,34 @@ def test_an_id_outside_the_vocabulary_is_refused() -> None:
     for token in (-1, 50257):
         with pytest.raises(UsageError, match="0 to 50256"):
             tokenizer.decode([token])
+        with pytest.raises(UsageError, match="0 to 50256"):
+            tokenizer.token_bytes(token)
+
+
+def test_a_stream_goes_on_over_ids_that_a_padded_embedding_has_and_the_vocabulary_has_not() -> None:
+    tokenizer = file_tokenizer(GPT2)
+    first, *rest = tokenizer.encode("🙂")
+    stream = tokenizer.stream()
+    assert [stream.push(token) for token in (50257, first, 60_000)] == ["", "", ""]
+    assert "".join([stream.push(token) for token in rest]) == "🙂"
+    assert stream.finish() == ""
+
+
+@untimed
+@given(text=TEXT, name=st.sampled_from([GPT2, SPM]), parse_special=st.booleans())
+def test_a_text_has_no_fewer_tokens_than_were_told_beforehand(text: str, name: str, parse_special: bool) -> None:
+    tokenizer = file_tokenizer(name)
+    for repeated in (text, text * 40, " " * len(text)):
+        least = tokenizer.fewest_tokens(repeated)
+        assert least <= len(tokenizer.encode(repeated, add_bos=False, parse_special=parse_special))
+        assert least > 0 or not repeated
+
+
+def test_no_number_of_tokens_is_told_beforehand_where_characters_may_vanish() -> None:
+    metadata = byte_level() | {"tokenizer.ggml.tokens": ["a", "b", "ab"]}
+    del metadata["tokenizer.ggml.token_type"]
+    tokenizer = load_tokenizer(metadata)
+    assert (tokenizer.fewest_tokens("c" * 100), tokenizer.encode("c" * 100)) == (0, [])
 
 
 # What is not supported, and what is wrong
@@ -387,16 +416,106 @@ def test_a_character_without_bytes_in_a_sentencepiece_vocabulary_is_unknown() ->
     ("metadata", "says"),
     [
         (byte_level(("a", NORMAL)), "'a' twice"),
-        (byte_level(token_type=[NORMAL]), r"shape \(1,\)"),
+        (byte_level(token_type=[NORMAL]), "token_type has the length 1, .* 257"),
         (byte_level(bos_token_id=257), "bos_token_id is 257.*0 to 256"),
         (byte_level(merges=("ab",)), "'ab'"),
-        (sentencepiece(scores=[0.0]), r"shape \(1,\)"),
+        (byte_level(token_type=[NORMAL] * 256 + [7]), "token_type has 7 for the id 256"),
+        (byte_level(token_type=[-1] * 257), "token_type has -1 for the id 0"),
+        (sentencepiece(scores=[0.0] * 258 + [float("nan")]), "scores has nan for the id 258"),
+        (sentencepiece(scores=None), "no tokenizer.ggml.scores"),
+        (byte_level(("<0xG0>", BYTE)), "'<0xG0>' with the id 257"),
+        (byte_level(("<0x 1>", BYTE)), "'<0x 1>' with the id 257"),
+        (byte_level(("", BYTE)), "'' with the id 257"),
+        (sentencepiece(scores=[0.0]), "scores has the length 1, .* 259"),
     ],
 )
 def test_metadata_that_contradict_themselves_are_refused(metadata: dict[str, Any], says: str) -> None:
     with pytest.raises(CheckpointError, match=says) as refusal:
         load_tokenizer(metadata)
     assert not isinstance(refusal.value, UnsupportedTokenizer)
+
+
+LONG = "x" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "says"),
+    [
+        (byte_level, "model", 5, "is 5, and should be a text"),
+        (byte_level, "model", ("gpt2",), r"is \('gpt2',\), and should be a text"),
+        (byte_level, "pre", np.zeros(2, np.int32), "is array.*, and should be a text"),
+        (byte_level, "tokens", "abc", "is 'abc', and should be a list of texts"),
+        (byte_level, "tokens", LONG, r"is 'x{30,40}\.\.\.x{30,40}', and should be a list of texts"),
+        (byte_level, "tokens", np.arange(257), r"is array\(.*, and should be a list of texts"),
+        (byte_level, "tokens", ["a", 3], r"tokens\[1\] is 3, and should be a text"),
+        (byte_level, "merges", 1.5, "is 1.5, and should be a list of texts"),
+        (byte_level, "merges", ["a b", True], r"merges\[1\] is True, and should be a text"),
+        (byte_level, "token_type", "a" * 257, "should be a list of whole numbers"),
+        (byte_level, "token_type", ["1"] * 257, "should be a list of whole numbers"),
+        (byte_level, "token_type", np.ones(257, np.float32), "should be a list of whole numbers"),
+        (byte_level, "token_type", np.ones(257, np.bool_), "should be a list of whole numbers"),
+        (byte_level, "token_type", [[1], [1, 2]], "should be a list of whole numbers"),
+        (byte_level, "token_type", [10**30] * 257, "should be a list of whole numbers"),
+        (sentencepiece, "scores", 0.5, "is 0.5, and should be a list of numbers"),
+        (sentencepiece, "scores", ["0"] * 259, "should be a list of numbers"),
+        (byte_level, "bos_token_id", "7", "is '7', and should be a whole number"),
+        (byte_level, "bos_token_id", True, "is True, and should be a whole number"),
+        (byte_level, "eos_token_id", 7.0, "is 7.0, and should be a whole number"),
+        (byte_level, "eot_token_id", np.array([7], np.int32), "should be a whole number"),
+        (byte_level, "eom_token_id", float("nan"), "is nan, and should be a whole number"),
+        (sentencepiece, "unknown_token_id", float("inf"), "is inf, and should be a whole number"),
+        (byte_level, "add_bos_token", "false", "is 'false', and should be true or false"),
+        (sentencepiece, "add_bos_token", 0, "is 0, and should be true or false"),
+        (sentencepiece, "add_space_prefix", "false", "is 'false', and should be true or false"),
+    ],
+)
+def test_a_value_of_another_type_is_damage_named_with_its_key(kind: Any, key: str, value: object, says: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^tokenizer.ggml.{key}") as refusal:
+        load_tokenizer(kind() | {f"tokenizer.ggml.{key}": value})
+    assert re.search(says, str(refusal.value))
+    assert not isinstance(refusal.value, UnsupportedTokenizer)
+
+
+class ReadKeys(dict[str, Any]):
+    """Metadata that remember which keys were looked at."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        super().__init__(metadata)
+        self.seen: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+
+def anything_that_a_file_can_hold() -> list[Any]:
+    dtypes = ["u1", "i1", "u2", "i2", "u4", "i4", "f4", "u8", "i8", "f8", "?"]
+    arrays = [np.full(length, 1, dtype) for dtype in dtypes for length in (0, 1, 257, 259)]
+    extremes = [np.full(259, -np.inf), np.full(259, 1e300), np.full(257, 255, np.uint8), np.full(257, -1)]
+    texts = [(), ("",), ("a", "a"), ("",) * 259, ("\x00",), tuple(f"a {number}" for number in range(259))]
+    return [*arrays, *extremes, *texts, "", "gpt2", "llama", "true", True, False, 0, 1, -1, 2**63, 0.0, 1e308, np.nan]
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentencepiece])
+def test_whatever_stands_at_a_key_is_used_or_refused_as_the_files_fault(kind: Any) -> None:
+    sound = ReadKeys(kind())
+    load_tokenizer(sound)
+    assert len(sound.seen) >= 10
+    for key in sound.seen:
+        for value in anything_that_a_file_can_hold():
+            try:
+                tokenizer = load_tokenizer(kind() | {key: value})
+            except CheckpointError:
+                continue
+            assert tokenizer.decode(tokenizer.encode("ab <0x41>", parse_special=True)) is not None
 
 
 def test_a_missing_pre_tokenizer_is_the_default_with_a_warning(log_events: list[Any]) -> None:

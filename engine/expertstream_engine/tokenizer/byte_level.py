@@ -12,8 +12,9 @@ from tokenizers import models, pre_tokenizers
 
 from expertstream.errors import CheckpointError
 from expertstream.log import get_log
+from expertstream_engine.tokenizer.metadata import shown, text_at, texts_at
 from expertstream_engine.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from expertstream_engine.tokenizer.vocabulary import TokenType, UnsupportedTokenizer, Vocabulary, string_list
+from expertstream_engine.tokenizer.vocabulary import TokenType, UnsupportedTokenizer, Vocabulary
 
 
 class ByteLevelBpe:
@@ -27,6 +28,7 @@ class ByteLevelBpe:
         absent = sorted(byte for char, byte in _BYTE_OF_CHAR.items() if char not in ids)
         if absent:
             get_log().warning("tokenizer_lacks_bytes", absent_bytes=absent, effect="they are dropped from prompts")
+        self.drops_text = bool(absent)
         self._tokenizer = tokenizers.Tokenizer(
             models.BPE(ids, _pairs(merges, ids), ignore_merges=pre_tokenizer.whole_words_first)
         )
@@ -48,13 +50,13 @@ class ByteLevelBpe:
 
 def read_pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
     """What `tokenizer.ggml.pre` names. Raises UnsupportedTokenizer for a name that is not known here."""
-    name = metadata.get("tokenizer.ggml.pre")
+    name = text_at(metadata, "tokenizer.ggml.pre")
     if name is None:
         get_log().warning("tokenizer_pre_missing", used="default", effect="prompts may be cut unlike in training")
         name = "default"
-    if (pre_tokenizer := PRE_TOKENIZERS.get(str(name))) is None:
+    if (pre_tokenizer := PRE_TOKENIZERS.get(name)) is None:
         raise UnsupportedTokenizer(
-            f"tokenizer.ggml.pre is {name!r}, known are {', '.join(sorted(PRE_TOKENIZERS))}: "
+            f"tokenizer.ggml.pre is {shown(name)}, known are {', '.join(sorted(PRE_TOKENIZERS))}: "
             "run it on token ids instead of text"
         )
     return pre_tokenizer
@@ -62,7 +64,7 @@ def read_pre_tokenizer(metadata: Mapping[str, object]) -> PreTokenizer:
 
 def read_merges(metadata: Mapping[str, object]) -> Sequence[str]:
     """The ranked merges. Raises UnsupportedTokenizer without any."""
-    merges = string_list(metadata, "tokenizer.ggml.merges")
+    merges = texts_at(metadata, "tokenizer.ggml.merges")
     if not merges:
         raise UnsupportedTokenizer("the file has no tokenizer.ggml.merges: run it on token ids instead of text")
     return merges
@@ -74,7 +76,7 @@ def _pairs(merges: Sequence[str], ids: Mapping[str, int]) -> list[tuple[str, str
     for merge in merges:
         left, _, right = merge.partition(" ")
         if not left or not right:
-            raise CheckpointError(f"tokenizer.ggml.merges has {merge!r}, which is not a pair of tokens")
+            raise CheckpointError(f"tokenizer.ggml.merges has {shown(merge)}, which is not a pair of tokens")
         if left in ids and right in ids and left + right in ids:
             pairs.append((left, right))
         else:

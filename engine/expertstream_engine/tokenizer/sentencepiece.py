@@ -8,12 +8,12 @@ not their unions, so equal scores and overlapping pairs come out differently. So
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from expertstream.errors import CheckpointError
+from expertstream_engine.tokenizer.metadata import numbers_at
 from expertstream_engine.tokenizer.vocabulary import TokenType, Vocabulary
 
 _SPACE = "\u2581"
@@ -22,15 +22,14 @@ _SPACE = "\u2581"
 class SentencePieceBpe:
     """Encodes greedily by score, the leftmost pair first among equals; safe from any thread."""
 
-    def __init__(self, vocabulary: Vocabulary, scores: NDArray[np.float32], *, prefixes_space: bool) -> None:
-        if scores.shape != (len(vocabulary.texts),):
-            raise CheckpointError(
-                f"tokenizer.ggml.scores has shape {scores.shape}, tokenizer.ggml.tokens {len(vocabulary.texts)}"
-            )
+    drops_text = False
+
+    def __init__(self, vocabulary: Vocabulary, scores: Sequence[float], *, prefixes_space: bool) -> None:
+        """`scores` are of all tokens, by id."""
         self.prefixes_space = prefixes_space
         # Control and byte tokens stay out: no text may spell one by merging.
         self._ids = vocabulary.ids_of(TokenType.NORMAL, TokenType.USER_DEFINED, TokenType.UNUSED)
-        self._scores: list[float] = scores.tolist()
+        self._scores = scores
         self._byte_ids = _byte_ids(vocabulary)
         self._unknown_id = vocabulary.unknown_id
 
@@ -75,6 +74,16 @@ class SentencePieceBpe:
         tokens = [self._byte_ids.get(byte) for byte in piece.encode()]
         known = [token for token in tokens if token is not None]
         return known if len(known) == len(tokens) else [self._unknown_id]
+
+
+def read_scores(metadata: Mapping[str, object], token_count: int) -> list[float]:
+    """The scores of all tokens, by id. Raises CheckpointError where one is missing or is no number."""
+    scores = numbers_at(metadata, "tokenizer.ggml.scores", "numbers", token_count)
+    if scores is None:
+        raise CheckpointError("the file has no tokenizer.ggml.scores, which this kind of tokenizer merges by")
+    if (wrong := np.flatnonzero(np.isnan(scores))).size:
+        raise CheckpointError(f"tokenizer.ggml.scores has {scores[wrong[0]]} for the id {wrong[0]}")
+    return [float(score) for score in scores.tolist()]
 
 
 def _byte_ids(vocabulary: Vocabulary) -> dict[int, int]:

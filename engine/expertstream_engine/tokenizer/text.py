@@ -9,24 +9,23 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol, cast
-
-import numpy as np
+from typing import Protocol
 
 from expertstream.errors import UsageError
 from expertstream_engine.tokenizer.byte_level import ByteLevelBpe, read_merges, read_pre_tokenizer
-from expertstream_engine.tokenizer.sentencepiece import SentencePieceBpe
+from expertstream_engine.tokenizer.metadata import bool_at, shown, text_at
+from expertstream_engine.tokenizer.sentencepiece import SentencePieceBpe, read_scores
 from expertstream_engine.tokenizer.vocabulary import TokenType, UnsupportedTokenizer, Vocabulary, read_vocabulary
 
 
 def load_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
     """The tokenizer that a GGUF's metadata describe.
 
-    Raises UnsupportedTokenizer for a kind that is not known here (the model still runs on token ids), CheckpointError
-    if the metadata contradict themselves.
+    Raises UnsupportedTokenizer for a kind that is not known here, CheckpointError if the metadata are damaged or
+    contradict themselves. Either way the model still runs on token ids.
     """
-    kind = metadata.get("tokenizer.ggml.model")
-    add_bos = cast("bool | None", metadata.get("tokenizer.ggml.add_bos_token"))
+    kind = text_at(metadata, "tokenizer.ggml.model")
+    add_bos = bool_at(metadata, "tokenizer.ggml.add_bos_token")
     if kind == "gpt2":
         vocabulary = read_vocabulary(metadata)
         pre_tokenizer = read_pre_tokenizer(metadata)
@@ -34,12 +33,12 @@ def load_tokenizer(metadata: Mapping[str, object]) -> Tokenizer:
         return Tokenizer(vocabulary, byte_level, add_bos=pre_tokenizer.adds_bos if add_bos is None else add_bos)
     if kind == "llama":
         vocabulary = read_vocabulary(metadata, bos_id=1, eos_id=2)
-        scores = np.asarray(metadata.get("tokenizer.ggml.scores", ()), np.float32)
-        prefixes_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+        scores = read_scores(metadata, len(vocabulary.texts))
+        prefixes_space = bool_at(metadata, "tokenizer.ggml.add_space_prefix") is not False
         sentencepiece = SentencePieceBpe(vocabulary, scores, prefixes_space=prefixes_space)
-        return Tokenizer(vocabulary, sentencepiece, add_bos=add_bos is None or add_bos)
+        return Tokenizer(vocabulary, sentencepiece, add_bos=add_bos is not False)
     raise UnsupportedTokenizer(
-        f"tokenizer.ggml.model is {kind!r}, known are 'gpt2' and 'llama': run it on token ids instead of text"
+        f"tokenizer.ggml.model is {shown(kind)}, known are 'gpt2' and 'llama': run it on token ids instead of text"
     )
 
 
@@ -54,6 +53,7 @@ class Tokenizer:
         self._special_ids = user_defined | vocabulary.ids_of(TokenType.CONTROL, TokenType.UNKNOWN)
         self._user_defined_pattern = _any_of(user_defined)
         self._special_pattern = _any_of(self._special_ids)
+        self._longest_text = max(map(len, vocabulary.texts))
 
     @property
     def vocab_size(self) -> int:
@@ -91,12 +91,22 @@ class Tokenizer:
             starts_words = isinstance(piece, int)
         return ids
 
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` has at least: at once, and for any text, where `encode` may take seconds."""
+        if self._kind.drops_text:
+            return 0
+        # A token stands for no more characters than it is spelled with, or for the one that no other token spells.
+        return -(-len(text) // max(1, self._longest_text))
+
     def decode(self, ids: Iterable[int], *, continues: bool = False, show_control: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD.
 
         `continues`: the ids follow others, so a space that begins them was not put there by `encode`. `show_control`:
         spell control tokens too. Raises UsageError for an id that the vocabulary has not.
         """
+        ids = list(ids)
+        for token in ids:
+            self._check(token)
         stream = self.stream(continues=continues, show_control=show_control)
         return "".join([stream.push(token) for token in ids]) + stream.finish()
 
@@ -107,8 +117,7 @@ class Tokenizer:
 
     def token_bytes(self, token: int, *, show_control: bool = False) -> bytes:
         """What one token stands for, which may be part of a character. Raises UsageError for an unknown id."""
-        if not 0 <= token < self.vocab_size:
-            raise UsageError(f"token id {token}, and the vocabulary has the ids 0 to {self.vocab_size - 1}")
+        self._check(token)
         text = self._vocabulary.texts[token]
         match self._vocabulary.types[token]:
             case TokenType.NORMAL:
@@ -121,6 +130,10 @@ class Tokenizer:
                 return text.encode()
             case _:
                 return b""
+
+    def _check(self, token: int) -> None:
+        if not 0 <= token < self.vocab_size:
+            raise UsageError(f"token id {token}, and the vocabulary has the ids 0 to {self.vocab_size - 1}")
 
     def _pieces(self, text: str, parse_special: bool) -> Iterator[str | int]:
         pattern = self._special_pattern if parse_special else self._user_defined_pattern
@@ -144,7 +157,12 @@ class TokenStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The characters that `token` completes, often none; never half of one."""
+        """The characters that `token` completes, often none; never half of one.
+
+        An id beyond the vocabulary has none: a model whose embedding was padded has such ids, and may choose one.
+        """
+        if token >= self._tokenizer.vocab_size:
+            return ""
         piece = self._tokenizer.token_bytes(token, show_control=self._show_control)
         if self._strips_space and piece:
             piece = piece.removeprefix(b" ")
@@ -162,6 +180,11 @@ class _Kind(Protocol):
     @property
     def prefixes_space(self) -> bool:
         """Whether a text that begins, or follows a special token, is encoded with a space before it."""
+        ...
+
+    @property
+    def drops_text(self) -> bool:
+        """Whether there are characters that `encode` leaves out, because no token spells them."""
         ...
 
     def encode(self, text: str) -> list[int]: ...

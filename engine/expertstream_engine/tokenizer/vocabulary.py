@@ -6,15 +6,16 @@ of the ggml project); of what holds where a key is absent: llama.cpp (llama-voca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import cast
 
 import numpy as np
 from attrs import field, frozen
 from numpy.typing import NDArray
 
 from expertstream.errors import CheckpointError, UnsupportedCheckpoint
+from expertstream_engine.tokenizer.metadata import numbers_at, shown, texts_at, whole_number_at
 
 
 class UnsupportedTokenizer(UnsupportedCheckpoint):
@@ -22,8 +23,9 @@ class UnsupportedTokenizer(UnsupportedCheckpoint):
 
 
 class TokenType(IntEnum):
-    """The values of `tokenizer.ggml.token_type`."""
+    """The values of `tokenizer.ggml.token_type`. Tokens that are UNDEFINED or UNUSED decode to nothing."""
 
+    UNDEFINED = 0
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
@@ -59,13 +61,15 @@ def read_vocabulary(
 ) -> Vocabulary:
     """The vocabulary in a GGUF's metadata; the arguments are the ids that hold where the file names none.
 
-    Raises UnsupportedTokenizer without a token list, CheckpointError if the metadata contradict themselves.
+    Raises UnsupportedTokenizer without a token list, CheckpointError if the metadata are damaged or contradict
+    themselves.
     """
-    texts = string_list(metadata, "tokenizer.ggml.tokens")
+    texts = texts_at(metadata, "tokenizer.ggml.tokens")
     if not texts:
         raise UnsupportedTokenizer("the file has no tokenizer.ggml.tokens: run it on token ids instead of text")
     types = _types(metadata, len(texts))
     _refuse_duplicates(texts)
+    _refuse_bytes_without_value(texts, types)
     ends = {
         _token_id(metadata, "eos", eos_id, len(texts)),
         _token_id(metadata, "eot", None, len(texts)),
@@ -79,11 +83,6 @@ def read_vocabulary(
         eos_ids=frozenset(token for token in ends if token is not None) | _ends_by_text(control_texts),
         unknown_id=_token_id(metadata, "unknown", None, len(texts)) or 0,
     )
-
-
-def string_list(metadata: Mapping[str, object], key: str) -> Sequence[str]:
-    """The strings at `key`, empty where the key is absent."""
-    return cast("Sequence[str]", metadata.get(key, ()))
 
 
 _END_TEXTS = frozenset(
@@ -116,20 +115,22 @@ def _ends_by_text(control_texts: Mapping[str, int]) -> frozenset[int]:
 
 
 def _types(metadata: Mapping[str, object], token_count: int) -> NDArray[np.uint8]:
-    listed = metadata.get("tokenizer.ggml.token_type")
+    listed = numbers_at(metadata, "tokenizer.ggml.token_type", "whole numbers", token_count)
     if listed is None:
         return np.full(token_count, TokenType.NORMAL, np.uint8)
-    types = np.asarray(listed).astype(np.uint8)
-    if types.shape != (token_count,):
-        raise CheckpointError(f"tokenizer.ggml.token_type has shape {types.shape}, tokenizer.ggml.tokens {token_count}")
-    return types
+    if (unknown := np.flatnonzero((listed < min(TokenType)) | (listed > max(TokenType)))).size:
+        raise CheckpointError(
+            f"tokenizer.ggml.token_type has {listed[unknown[0]]} for the id {unknown[0]};"
+            f" there are the types {min(TokenType):d} to {max(TokenType):d}"
+        )
+    return listed.astype(np.uint8)
 
 
 def _token_id(metadata: Mapping[str, object], role: str, default: int | None, token_count: int) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
-    if key not in metadata:
+    token = whole_number_at(metadata, key)
+    if token is None:
         return default if default is not None and default < token_count else None
-    token = int(cast("int", metadata[key]))
     if not 0 <= token < token_count:
         raise CheckpointError(f"{key} is {token}, and the vocabulary has the ids 0 to {token_count - 1}")
     return token
@@ -141,4 +142,13 @@ def _refuse_duplicates(texts: Sequence[str]) -> None:
     seen: dict[str, int] = {}
     for token, text in enumerate(texts):
         if text and (first := seen.setdefault(text, token)) != token:
-            raise CheckpointError(f"tokenizer.ggml.tokens has {text!r} twice, with the ids {first} and {token}")
+            raise CheckpointError(f"tokenizer.ggml.tokens has {shown(text)} twice, with the ids {first} and {token}")
+
+
+def _refuse_bytes_without_value(texts: Sequence[str], types: NDArray[np.uint8]) -> None:
+    for token in np.flatnonzero(types == TokenType.BYTE).tolist():
+        if not re.fullmatch("<0x[0-9A-Fa-f]{2}>", texts[token]):
+            raise CheckpointError(
+                f"tokenizer.ggml.tokens has {shown(texts[token])} with the id {token}, by its type a byte;"
+                " such a token is spelled <0x00> to <0xFF>"
+            )
