@@ -3,7 +3,7 @@
 Writes the model first: random weights, 48 layers of 128 experts, 8 of them for each token, about 18 GB. Tokens are
 sampled, so that they and the experts differ from one to the next. All experts that fit are read into slots before.
 Prints one JSON object an arm: tokens a second (each round, alternating the arms where several fit), hit rate and
-bytes read in decode, and device memory.
+bytes read in decode, and the device memory that is in use beside what was planned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from expertstream import ExpertKey
+from expertstream import ExpertKey, open_backend
 from expertstream_engine import open_model
 from expertstream_engine.sampling import SamplingSettings
 
@@ -81,17 +81,17 @@ def write_model(path: Path, layers: int, experts: int, hidden: int, width: int) 
     for kind, shape in shapes.values():
         if kind == "ones":
             data = np.ones(shape, np.float32).view(np.uint8)
-            file.write(data)
+            file.write(data.data)
         elif kind == "F32":
             data = (random.standard_normal(shape, np.float32) * np.float32(2 / hidden**0.5)).reshape(-1).view(np.uint8)
-            file.write(data)
+            file.write(data.data)
         else:
             block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
             left = int(np.prod(shape)) // block
             while left:
                 first = int(random.integers(0, _TILE_BLOCKS // 2))
                 piece = tiles[kind][first : first + min(left, _TILE_BLOCKS // 2)]
-                file.write(piece)
+                file.write(piece.data)
                 left -= len(piece)
         writer.write_padding(file, file.tell())
     writer.close()
@@ -125,6 +125,8 @@ def run(model: Any, tokens: int, seed: int) -> Any:
 
 
 def measure(path: Path, share: str, options: argparse.Namespace) -> dict[str, Any]:
+    backend = open_backend(options.backend)
+    free_bytes = backend.describe_device().free_bytes or 0
     began = time.perf_counter()
     with open_model(path, expert_memory=share, backend=options.backend, context=1024) as model:
         opened_s = time.perf_counter() - began
@@ -146,6 +148,8 @@ def measure(path: Path, share: str, options: argparse.Namespace) -> dict[str, An
             "hit_rate": sum(report.decode.hits for report in reports) / needed,
             "bytes_read_per_token": sum(report.decode.expert_bytes_read for report in reports)
             / sum(report.decode_passes for report in reports),
+            "device_bytes": free_bytes - (backend.describe_device().free_bytes or 0),
+            "planned_bytes": model.planned.plan.total_bytes,
             "open_s": opened_s,
             "seeded": seeded,
             "seed_s": seeded_s,

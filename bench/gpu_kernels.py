@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import cupy
@@ -141,7 +142,7 @@ def arms_of(type_name: str, kernels: Kernels, stream: Any, least_bytes: int) -> 
     halves["routed FFN"] = ffn, expert_bytes
     arms = {f"{ROWS} x {COLUMNS}": Arm(stream, [large(table) for table in tables], large_bytes)}
     for name, (launch, nbytes) in halves.items():
-        launches = [lambda layer=layer, launch=launch: launch(layer) for layer in range(sets)]  # type: ignore[misc]  # a lambda's defaults
+        launches: list[Callable[[], None]] = [partial(launch, layer) for layer in range(sets)]
         arms[f"{EXPERTS} experts, {name}"] = Arm(stream, launches, EXPERTS * nbytes)
     for arm in arms.values():
         arm.keep = keep  # type: ignore[attr-defined]  # the graph knows addresses alone

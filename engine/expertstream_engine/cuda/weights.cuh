@@ -225,11 +225,11 @@ struct Q6_K : QuarterGroups {
     __device__ __forceinline__ void load(const u8 *block, int part) {
         const int half = part >> 2, eight = part & 3;
         const u8 *low = block + 64 * half + 8 * eight, *high = block + 128 + 32 * half + 8 * eight;
-        const signed char *scales = (const signed char *)block + 192 + 8 * half + (eight >> 1);
-        u32 first[2], second[2], top[2];
+        u32 first[2], second[2], top[2], scales[2];
         words_at_2(low, first);
         words_at_2(low + 32, second);
         words_at_2(high, top);
+        words_at_2(block + 192 + 8 * half, scales);
         d = half_at(block + 208);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
@@ -239,7 +239,8 @@ struct Q6_K : QuarterGroups {
             word[3][k] = minus((second[k] >> 4 & 0x0F0F0F0F) | (top[k] >> 2 & 0x30303030), 32);
         }
 #pragma unroll
-        for (int group = 0; group < 4; ++group) scale[group] = scales[2 * group];
+        for (int group = 0; group < 4; ++group)  // signed byte 2 * group + eight / 2 of them
+            scale[group] = (signed char)(scales[group >> 1] >> (16 * (group & 1) + 8 * (eight >> 1)));
     }
 };
 

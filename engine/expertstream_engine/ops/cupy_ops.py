@@ -16,7 +16,7 @@ from attrs import frozen
 from cupy.cuda import runtime
 from numpy.typing import NDArray
 
-from expertstream.errors import DeviceOutOfMemory, UnsupportedCheckpoint, UsageError
+from expertstream.errors import DeviceOutOfMemory, MachineError, UnsupportedCheckpoint, UsageError
 from expertstream_engine.cuda import DOWN_ROWS, GATE_UP_ROWS, MULTIPLY_ROWS, THREADS, TOKENS_AT_ONCE, Kernels, Tiling
 from expertstream_engine.kernels.registry import SUPPORTED_TYPES, check_columns
 from expertstream_engine.kernels.row_dots import ROW_DOTS
@@ -63,11 +63,12 @@ class CupyOps:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._open is not None:
+        opened, self._open = self._open, None
+        if opened is not None:
             runtime.setDevice(self._device)
-            self._open.stream.synchronize()
-            pool = self._open.pool
-            self._open = None  # with all that it holds
+            _wait(opened.stream)
+            pool = opened.pool
+            del opened  # with all that it holds
             pool.free_all_blocks()
 
     @property
@@ -83,7 +84,7 @@ class CupyOps:
     def place(self, data: U8) -> U8:
         placed = self._new(data.shape, np.uint8)
         self._copy_in(_address(placed), data)
-        self._opened.stream.synchronize()  # the caller may give the source up
+        _wait(self._opened.stream)  # the caller may give the source up
         return placed
 
     def array(self, host: F32) -> F32:
@@ -95,7 +96,7 @@ class CupyOps:
         host = np.empty(x.shape, np.float32)
         stream = self._opened.stream
         runtime.memcpyAsync(host.ctypes.data, _address(x), host.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-        stream.synchronize()
+        _wait(stream)
         return host
 
     def empty(self, *shape: int) -> F32:
@@ -245,7 +246,7 @@ class CupyOps:
             self._kernels.layer("top_k"), (tokens,), 32, logits, experts, k, int(normalize), ids.ctypes.data,
             shares.ctypes.data,
         )  # fmt: skip
-        opened.stream.synchronize()
+        _wait(opened.stream)
         return ids.reshape(tokens, k).copy(), shares.reshape(tokens, k).copy()
 
     def routed_ffn(self, ffn: ExpertFfn, addresses: I64, x: F32, starts: I64, tokens: I64) -> F32:
@@ -536,6 +537,14 @@ class _MatmulPlan:
 def _address(array: Any) -> int:
     """Of an array of CuPy's, for the driver and for kernels."""
     return int(array.data.ptr)
+
+
+def _wait(stream: Any) -> None:
+    """Until all that was launched is done. Here errors of the device show, whichever launch they come from."""
+    try:
+        stream.synchronize()
+    except runtime.CUDARuntimeError as error:
+        raise MachineError(f"the CUDA device failed, and this process cannot use it any more: {error}") from error
 
 
 def _all_below(numbers: I64, end: int) -> bool:

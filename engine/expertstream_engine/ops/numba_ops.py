@@ -53,8 +53,11 @@ class NumbaOps(HostArrays):
         for name, job in _JOBS.items():
             progress(name)
             job_address(job)
-        for reader, example in _READERS.items():
-            reader(example)
+        for reader, examples in _READERS.items():
+            for example in examples:
+                reader(example)
+        for function, signature in _ON_NUMBERS.items():
+            function.compile(signature)
 
     def __enter__(self) -> Self:
         self._pool.__enter__()
@@ -289,12 +292,17 @@ _floats_2d = address_reader("floats_2d")
 _floats_3d = address_reader("floats_3d")
 _words_1d = address_reader("words_1d")
 _words_2d = address_reader("words_2d")
-_READERS: dict[Callable[[NDArray[Any]], int], NDArray[Any]] = {
-    _floats_1d: np.empty(1, np.float32),
-    _floats_2d: np.empty((1, 1), np.float32),
-    _floats_3d: np.empty((1, 1, 1), np.float32),
-    _words_1d: np.empty(1, np.int64),
-    _words_2d: np.empty((1, 1), np.int64),
+_READERS: dict[Callable[[NDArray[Any]], int], list[NDArray[Any]]] = {
+    _floats_1d: [np.empty(1, np.float32), np.frombuffer(bytes(4), np.float32)],  # weights are read-only: another type
+    _floats_2d: [np.empty((1, 1), np.float32)],
+    _floats_3d: [np.empty((1, 1, 1), np.float32)],
+    _words_1d: [np.empty(1, np.int64)],
+    _words_2d: [np.empty((1, 1), np.int64)],
+}
+_ON_NUMBERS: dict[Any, str] = {
+    run_here: "(int64, int64)",
+    all_below: "(int64, int64, int64)",
+    are_starts: "(int64, int64, int64)",
 }
 
 _SMALL_ELEMENTS = 1 << 15  # some 10 us of work, about what it costs until a worker has joined and left

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from expertstream import BackendUnavailable, CommitFailed, DeviceDescription, get_log
+from expertstream import BackendUnavailable, CommitFailed, DeviceDescription, MachineError, get_log
 
 _NO_DEVICE, _DRIVER_TOO_OLD = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver: driver_types.h
 
@@ -30,12 +30,14 @@ class Device:
 
     def attribute(self, name: str) -> int:
         """The driver's answer to cudaDevAttr`name`."""
-        return int(self.runtime.deviceGetAttribute(getattr(self.runtime, f"cudaDevAttr{name}"), self.number))
+        with self.failing():
+            return int(self.runtime.deviceGetAttribute(getattr(self.runtime, f"cudaDevAttr{name}"), self.number))
 
     def memory(self) -> tuple[int, int]:
         """Bytes free and bytes in all, by the driver. Raises BackendUnavailable where it says what cannot be."""
-        self.use()
-        free_bytes, total_bytes = self.runtime.memGetInfo()
+        with self.failing():
+            self.use()
+            free_bytes, total_bytes = self.runtime.memGetInfo()
         if not 0 <= free_bytes <= total_bytes:
             raise BackendUnavailable(
                 f"CUDA device {self.number} ({self.name}): the driver says that {free_bytes} of {total_bytes} bytes are"
@@ -56,12 +58,16 @@ class Device:
         return cupy.ndarray((size_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     @contextmanager
-    def failing_commits(self, slot: int) -> Iterator[None]:
-        """What the driver raises inside, as CommitFailed of `slot`."""
+    def failing(self) -> Iterator[None]:
+        """What the driver raises inside, as MachineError; after most of its errors the process has lost the device."""
         try:
             yield
         except self.runtime.CUDARuntimeError as error:
-            raise CommitFailed(f"slot {slot} of CUDA device {self.number} ({self.name}): {error}") from error
+            raise MachineError(f"CUDA device {self.number} ({self.name}): {error}") from error
+
+    def commit_failed(self, slot: int, error: Exception) -> CommitFailed:
+        """What to raise where the driver raised `error` about a slot's copy."""
+        return CommitFailed(f"slot {slot} of CUDA device {self.number} ({self.name}): {error}")
 
 
 def open_device(which: str) -> Device:

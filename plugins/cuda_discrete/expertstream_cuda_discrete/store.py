@@ -11,8 +11,6 @@ from collections import deque
 from threading import Condition
 from typing import Any
 
-import numpy as np
-
 from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, get_log
 from expertstream_cuda import Device, read_back
 
@@ -48,7 +46,7 @@ class DeviceStore:
         for address in range(first, first + buffer_count * _stride(layout), _stride(layout)):
             room = (ctypes.c_uint8 * layout.slot_bytes).from_address(address)
             self._idle.append(_Buffer(address, memoryview(room).cast("B")))
-        self._buffers = {buffer.address: buffer for buffer in self._idle}
+        self._buffers = {id(buffer.view): buffer for buffer in self._idle}
 
     def stage(self, slot: int) -> Staging:
         """A buffer whose copy is over; blocks until there is one."""
@@ -65,31 +63,26 @@ class DeviceStore:
 
     def discard(self, staging: Staging) -> None:
         """Lend the buffer to the next one."""
-        self._give_back(self._buffer_of(staging))
+        self._give_back(self._buffers[id(staging.view)])
 
     def commit(self, staging: Staging) -> DeviceCommit:
         """Start the copy; as the hook `commit_slot`."""
-        buffer = self._buffer_of(staging)
-        slot = staging.slot
+        buffer = self._buffers[id(staging.view)]
+        slot, runtime, stream = staging.slot, self._runtime, self._stream
         try:
-            destination = self.address(slot)
+            target = self.address(slot)
             self.device.use()
-            with self.device.failing_commits(slot):
-                readers = self._reads[slot]
-                while readers:
-                    _, event = readers.popitem()
-                    self._runtime.streamWaitEvent(self._stream, event.ptr)
-                    self._spare_events.append(event)
-                self._runtime.memcpyAsync(
-                    destination,
-                    buffer.address,
-                    self.layout.slot_bytes,
-                    self._runtime.memcpyHostToDevice,
-                    self._stream,
-                )
-                copied = self._event()
-                self._runtime.eventRecord(copied.ptr, self._stream)
-                buffer.copied = copied
+            readers = self._reads[slot]
+            while readers:
+                _, event = readers.popitem()
+                runtime.streamWaitEvent(stream, event.ptr)
+                self._spare_events.append(event)
+            copied = self._event()
+            runtime.memcpyAsync(target, buffer.address, self.layout.slot_bytes, runtime.memcpyHostToDevice, stream)
+            runtime.eventRecord(copied.ptr, stream)
+            buffer.copied = copied
+        except runtime.CUDARuntimeError as error:
+            raise self.device.commit_failed(slot, error) from error
         finally:
             self._give_back(buffer)
         return DeviceCommit(self.device, slot, copied)
@@ -113,20 +106,22 @@ class DeviceStore:
         return read_back(self.device, self.address(slot), self.layout.slot_bytes)
 
     def close(self) -> None:
-        """Wait for copies and announced readers, then free."""
-        if self._memory:
+        """Wait for copies and announced readers, then free. Raises MachineError where the device was lost before."""
+        stream, self._stream = self._stream, None
+        memory, self._memory = self._memory, 0
+        pinned, self._pinned = self._pinned, 0
+        with self.device.failing():
             self.device.use()
-            if self._stream is not None:
-                self._runtime.streamSynchronize(self._stream)
+            if stream is not None:
+                self._runtime.streamSynchronize(stream)
                 for readers in self._reads:
                     for event in readers.values():
                         event.synchronize()
-                self._runtime.streamDestroy(self._stream)
-            memory, self._memory = self._memory, 0
-            self._runtime.free(memory)
-        if self._pinned:
-            pinned, self._pinned = self._pinned, 0
-            self._runtime.freeHost(pinned)
+                self._runtime.streamDestroy(stream)
+            if memory:
+                self._runtime.free(memory)
+            if pinned:
+                self._runtime.freeHost(pinned)
 
     def address(self, slot: int) -> int:
         """Where a slot begins on the device. Raises StoreClosed, IndexError."""
@@ -169,9 +164,6 @@ class DeviceStore:
             self._idle.append(buffer)
             self._returned.notify()
 
-    def _buffer_of(self, staging: Staging) -> _Buffer:
-        return self._buffers[int(np.frombuffer(staging.view, np.uint8).ctypes.data)]
-
     def _event(self) -> Any:
         """An event that nothing waits for any more, or a new one."""
         import cupy  # when it is needed, see expertstream_cuda
@@ -195,20 +187,26 @@ class DeviceCommit:
     def done(self) -> bool:
         """Whether the event after the copy is over."""
         self._device.use()
-        with self._device.failing_commits(self._slot):
+        try:
             return bool(self._copied.done)
+        except self._device.runtime.CUDARuntimeError as error:
+            raise self._device.commit_failed(self._slot, error) from error
 
     def wait(self) -> None:
         """Block until it is."""
         self._device.use()
-        with self._device.failing_commits(self._slot):
+        try:
             self._copied.synchronize()
+        except self._device.runtime.CUDARuntimeError as error:
+            raise self._device.commit_failed(self._slot, error) from error
 
     def order_before(self, stream: int) -> None:
         """Make the stream wait for it, not the host."""
         self._device.use()
-        with self._device.failing_commits(self._slot):
+        try:
             self._device.runtime.streamWaitEvent(stream, self._copied.ptr)
+        except self._device.runtime.CUDARuntimeError as error:
+            raise self._device.commit_failed(self._slot, error) from error
 
 
 class _Buffer:

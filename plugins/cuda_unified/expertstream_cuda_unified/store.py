@@ -79,16 +79,20 @@ class HostStore:
         return read_back(self.device, self.address(slot), self.layout.slot_bytes)
 
     def close(self) -> None:
-        """Wait for announced readers, then give the mapping up; it is unmapped when the last view of it is gone."""
+        """Wait for announced readers, then give the mapping up; it is unmapped when the last view of it is gone.
+
+        Raises MachineError where the device was lost before.
+        """
         if self._slots is None:
             return
-        self.device.use()
-        for readers in self._reads:
-            for event in readers.values():
-                event.synchronize()
         self._slots = None
-        if self._registered_at is not None:
-            self.device.runtime.hostUnregister(self._registered_at)
+        with self.device.failing():
+            self.device.use()
+            for readers in self._reads:
+                for event in readers.values():
+                    event.synchronize()
+            if self._registered_at is not None:
+                self.device.runtime.hostUnregister(self._registered_at)
 
     def address(self, slot: int) -> int:
         """Where a slot begins, for host and device alike. Raises StoreClosed, IndexError."""
