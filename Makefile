@@ -5,11 +5,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+STRANGER := tests/third_party/expertstream-fakedevice
 
 .PHONY: run test lint gpu-test clean
 
 run: $(READY)
-	$(BIN)/expertstream run --expert-memory 25% --prompt "In the beginning" --max-tokens 96 --temperature 0.7 --seed 1
+	$(BIN)/expertstream run --expert-memory 25% --max-tokens 80
 
 test: lint
 	$(BIN)/pytest
@@ -24,13 +25,13 @@ lint: $(READY)
 gpu-test: $(READY)
 	$(BIN)/pytest -m gpu
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(STRANGER)/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..." >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 	  { echo "Python's venv module is needed: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,lint]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,lint]' --editable $(STRANGER)
 	@touch $@
 
 clean:

@@ -20,7 +20,10 @@ NAME = "memory"
 def offer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make it the only backend of the machine, as an entry point would."""
     entry = metadata.EntryPoint(NAME, __name__, GROUP)
-    monkeypatch.setattr(metadata, "entry_points", lambda group: (entry,) if group == GROUP else ())
+    real = metadata.entry_points
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda **wanted: (entry,) if wanted.get("group") == GROUP else real(**wanted)
+    )
 
 
 class MemoryStore:

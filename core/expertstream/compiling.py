@@ -26,6 +26,7 @@ class Compiler:
     """
 
     def __init__(self, *sources: str) -> None:
+        # Now, not when a function is compiled: a file may change while a process runs what it was.
         digest = hashlib.sha256()
         for source in sources:
             digest.update(Path(source).read_bytes())

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
+from reprlib import Repr
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import attrs
@@ -69,6 +70,17 @@ def _are_backend_names(instance: object, attribute: attrs.Attribute[BackendNames
         raise ValueError(f"{attribute.name!r}: {error}") from None
 
 
+def whole_number(least: int, most: int | None = None) -> Callable[[object, attrs.Attribute[int], int], None]:
+    """A validator of attrs that refuses numbers below `least` or above `most`, in words for who set them."""
+
+    def check(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+        if value < least or (most is not None and value > most):
+            wanted = f"{least} up" if most is None else f"{least} to {most}"
+            raise ValueError(f"{attribute.name!r} {value} is not a whole number from {wanted}")
+
+    return check
+
+
 @frozen(kw_only=True)
 class StreamSettings:
     """What the core can be told. An engine adds its own by subclassing.
@@ -83,22 +95,28 @@ class StreamSettings:
     expert_memory: MemoryRequest | None = None
     policy: str = field(default="hotness", validator=validators.min_len(1))
     io_mode: IoMode = field(default="auto", validator=validators.in_(get_args(IoMode)))
-    filler_threads: int = field(default=8, validator=[validators.ge(1), validators.le(64)])
-    half_life_tokens: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
-    read_timeout_s: int = field(default=120, validator=validators.ge(1))
+    filler_threads: int = field(default=8, validator=whole_number(1, 64))
+    half_life_tokens: int | None = field(default=None, validator=validators.optional(whole_number(1, 10**9)))
+    read_timeout_s: int = field(default=120, validator=whole_number(1, 86400))
 
 
 Settings = TypeVar("Settings", bound=attrs.AttrsInstance)
 
 
 def load_settings(
-    cls: type[Settings], *, file: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object]
+    cls: type[Settings],
+    *,
+    file: Path | None,
+    environ: Mapping[str, str],
+    overrides: Mapping[str, object],
+    options_only: Collection[str] = (),
 ) -> Settings:
     """An instance of the attrs class `cls` from its defaults, `file`, `environ` and `overrides`, the later one winning.
 
     An override that is None was not given. Field types: str, int, float, bool, Path, Enum, Literal, MemoryRequest,
     tuple[X, ...] of these (in a variable: separated by commas), and X | None. Field validators must not look at
-    other fields. Raises one ConfigError that lists everything wrong, each with the place where it was written.
+    other fields. `options_only` are names of a command line's options that are easily taken for settings.
+    Raises one ConfigError that lists everything wrong, each with the place where it was written.
     """
     fields = {attribute.name: attribute for attribute in attrs.fields(cls)}
     given = [*_from_file(file), *_from_environment(environ, fields), *_from_overrides(overrides)]
@@ -106,7 +124,7 @@ def load_settings(
     if options:
         given = [entry for entry in given if not isinstance(entry[2], BackendOption)]
         given.append(("backends", options[0].source, options, _typed))
-    return _made(cls, given, lambda name: _where_to_set(name, file), "the settings")
+    return _made(cls, given, lambda name: _where_to_set(name, file), "the settings", options_only)
 
 
 def make_options(cls: type[Settings], backend: str, given: Iterable[BackendOption]) -> Settings:
@@ -127,7 +145,11 @@ def make_options(cls: type[Settings], backend: str, given: Iterable[BackendOptio
 
 
 def _made(
-    cls: type[Settings], given: Sequence[_Given], where_to_set: Callable[[str], str], all_of_them: str
+    cls: type[Settings],
+    given: Sequence[_Given],
+    where_to_set: Callable[[str], str],
+    all_of_them: str,
+    options_only: Collection[str] = (),
 ) -> Settings:
     """An instance of `cls` from what was given, the later one winning, or one error that lists everything wrong."""
     attrs.resolve_types(cls)
@@ -136,13 +158,13 @@ def _made(
     values: dict[str, object] = {}
     for name, source, value, converter in given:
         if name not in fields:
-            problems.append(f"{source} is not known; {_nearest(name, fields)}")
+            problems.append(f"{source} {_unknown(name, fields, options_only)}")
             continue
         try:
             values[name] = converter.structure(value, fields[name].type)
             _validate(fields[name], values[name])
         except (ValueError, ConfigError) as error:
-            problems.append(f"{source}: {_reason(error)}")
+            problems.append(f"{source}: {_reason(error, name, source)}")
     for name, attribute in fields.items():
         if attribute.default is attrs.NOTHING and name not in {name for name, *_ in given}:
             problems.append(f"{name} is not set; {where_to_set(name)}")
@@ -171,6 +193,8 @@ def _from_file(file: Path | None) -> Iterator[_Given]:
         table = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or what int() says of too many digits
         raise ConfigError(f"configuration file {file} is not TOML: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"configuration file {file} nests tables or lists too deeply to be read") from None
     for key, value in table.items():
         if key == "backends" and isinstance(value, dict):
             yield from _from_tables(value, file, text)
@@ -241,14 +265,26 @@ def _validate(attribute: attrs.Attribute[Any], value: object) -> None:
         attribute.validator(None, attribute, value)
 
 
-def _reason(error: Exception) -> object:
-    """The message alone: some validators of attrs add the attribute, the choices and the value as arguments."""
-    return error.args[0] if error.args else type(error).__name__
+def _reason(error: Exception, name: str = "", source: str = "") -> str:
+    """The message alone: some validators of attrs add the attribute, the choices and the value as arguments.
+
+    They begin with the attribute's name, which is left out where `source` says it.
+    """
+    message = str(error.args[0]) if error.args else type(error).__name__
+    return message.removeprefix(f"{name!r} ") if name in source.lower().replace("-", "_") else message
 
 
-def _nearest(name: str, fields: Mapping[str, object]) -> str:
-    close = get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("-", "_"), fields, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(fields)}"
+def _unknown(name: str, fields: Mapping[str, object], options_only: Collection[str]) -> str:
+    """What is wrong with a name, and which was meant, written as it was: as a variable or as a key."""
+    is_variable = name.startswith(ENVIRONMENT_PREFIX)
+    plain = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("-", "_")
+    if plain in options_only:
+        return f"is no setting; {plain} can only be given as an option of the command line"
+    spelled = {field: f"{ENVIRONMENT_PREFIX}{field.upper()}" if is_variable else repr(field) for field in fields}
+    close = get_close_matches(plain, fields, n=1)
+    return (
+        f"is not known; did you mean {spelled[close[0]]}?" if close else f"is not known; known are {', '.join(fields)}"
+    )
 
 
 def _where_to_set(name: str, file: Path | None) -> str:
@@ -257,7 +293,12 @@ def _where_to_set(name: str, file: Path | None) -> str:
 
 
 def _refusal(value: object, wanted: str) -> ValueError:
-    return ValueError(f"{value!r} is not {wanted}")
+    return ValueError(f"{_SHORT.repr(value)} is not {wanted}")
+
+
+_SHORT = Repr()
+"""Shows no value deeper than a few levels: dotted keys of TOML can nest further than `repr` can follow."""
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 500
 
 
 def _exactly(wanted_type: type, wanted: str) -> Any:

@@ -53,7 +53,7 @@ def check_hooks(plugin: object) -> PluginHooks:
 
 
 def check_observer(observer: object) -> tuple[str, ...]:
-    """What would keep hooks of an observer from ever being called, in sentences like those of `PluginHooks.problems`."""
+    """What would keep hooks of an observer from being called, in sentences like those of `PluginHooks.problems`."""
     marked = _marked(observer)
     problems = list(_problems_of_names(observer, marked, required=frozenset()))
     for hook, (function, _) in marked.items():

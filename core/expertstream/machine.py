@@ -65,10 +65,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
     `root` is where /proc and /sys are looked for. Part of a core counts as one.
     """
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     unread: list[str] = []
     shares = [_core_share(*group, unread) for group in _group_directories(root, "cpu", unread)]
     return max(1, min([cores, *(math.ceil(share) for share in shares if share is not None)]))

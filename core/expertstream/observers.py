@@ -20,11 +20,12 @@ class LogHooks:
     def budget_for_expert_size(
         self, expert_bytes: int, resident_bytes: int, asked: int | None
     ) -> Generator[None, SlotBudget, SlotBudget]:
-        fields = {"expert_bytes": expert_bytes, "resident_bytes": resident_bytes, "asked_slots": asked}
+        # Not called resident_bytes here: caches, workspace and the slots of other sizes are among them.
+        fields = {"slot_bytes": expert_bytes, "beside_bytes": resident_bytes, "asked_slots": asked}
         try:
             budget = yield
         except Exception as error:
-            get_log().warning("budget_failed", **fields, error=_described(error))
+            get_log().info("budget_failed", **fields, error=_described(error))
             raise
         get_log().info("slots_granted", **fields, slot_count=budget.slots, reason=budget.reason)
         return budget
@@ -35,7 +36,7 @@ class LogHooks:
         try:
             store = yield
         except Exception as error:
-            get_log().warning("slot_store_failed", **fields, error=_described(error))
+            get_log().info("slot_store_failed", **fields, error=_described(error))
             raise
         get_log().info("slot_store_allocated", **fields, total_bytes=layout.slot_bytes * slot_count)
         return store

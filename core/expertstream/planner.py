@@ -16,8 +16,8 @@ from expertstream.checkpoint.index import Checkpoint
 from expertstream.errors import BackendContractError, BudgetTooSmall, DoesNotFit
 from expertstream.machine import AvailableMemory
 from expertstream.size_classes import SizeClass, size_classes
-from expertstream.slots import SlotBudget
-from expertstream.units import MemoryRequest, format_bytes
+from expertstream.slots import IO_ALIGNMENT_BYTES, SlotBudget
+from expertstream.units import MemoryRequest, format_bytes, round_down_bytes, round_up_bytes
 
 EVERYTHING_FITS_PERCENT = 90
 """By default every expert gets a slot where all of it stays within this part of the available memory."""
@@ -100,12 +100,26 @@ class Plan:
         """Bytes of everything, slots included."""
         return self.demand.total_bytes + self.expert_memory_bytes
 
+    @property
+    def _limited_by(self) -> str:
+        """Which number decided, in brief; `available.reason` has the others."""
+        limited = self.available.limit_path is not None and self.available.bytes < self.available.host_available_bytes
+        return f"limited by {self.available.limit_path}" if limited else "as the whole host has"
+
     def as_table(self) -> tuple[tuple[str, str], ...]:
         """Rows of (what, how much) for people: every addend, the total and the available memory."""
         return (
-            *((what, format_bytes(addend_bytes)) for what, addend_bytes in _addends(self.demand, self.classes)),
+            *((what, format_bytes(addend_bytes)) for what, addend_bytes in _addends(self.demand, ())),
+            *(
+                (
+                    _slots(plan),
+                    f"{format_bytes(plan.total_bytes)}: each {format_bytes(plan.slot_bytes)}, in whole pages, for an "
+                    f"expert of {plan.size_class.expert_bytes} bytes",
+                )
+                for plan in self.classes
+            ),
             ("total", format_bytes(self.total_bytes)),
-            ("available", f"{format_bytes(self.available.bytes)}: {self.available.reason}"),
+            ("available", f"{format_bytes(self.available.bytes)}, {self._limited_by}"),
             ("all routed experts in the files", format_bytes(self.routed_bytes)),
             ("smallest expert memory", format_bytes(self.smallest_bytes)),
         )
@@ -208,9 +222,14 @@ def _requested(
             f"{slot_count} slots of {size_class.layout.slot_bytes} bytes for {_layers(size_class)}"
             for size_class, slot_count in zip(classes, smallest, strict=True)
         )
+        sufficient = MemoryRequest(size_bytes=round_up_bytes(smallest_bytes))
+        # Fewer bytes than a page are a number whose unit was left out.
+        unitless = request.size_bytes is not None and 0 < request.size_bytes < IO_ALIGNMENT_BYTES
+        meant = f"; did you mean {request.size_bytes}GiB?" if unitless else ""
         raise BudgetTooSmall(
             f"expert memory of {request} is {budget_bytes} bytes, and one step needs {smallest_bytes} bytes: "
-            f"top-k is {checkpoint.experts_per_token}, so {needs}. Ask for {smallest_bytes} bytes or more",
+            f"top-k is {checkpoint.experts_per_token}, so {needs}. "
+            f"Ask for {sufficient} ({smallest_bytes} bytes) or more{meant}",
             smallest_bytes,
         )
     return _distributed(budget_bytes, classes, smallest)
@@ -285,7 +304,8 @@ def _refuse_what_does_not_fit(
     left_bytes = available.bytes - demand.total_bytes
     lacking_bytes = (smallest_bytes if one_pool else 0) - left_bytes
     if lacking_bytes <= 0:
-        advice = f"expert memory of {left_bytes} bytes or less would fit"
+        fitting = MemoryRequest(size_bytes=max(round_down_bytes(left_bytes), smallest_bytes))
+        advice = f"expert memory of {fitting} ({left_bytes} bytes) or less would fit"
     else:
         needed = f"even with the smallest expert memory, {smallest_bytes} bytes, " if one_pool else ""
         saving = "a" if lacking_bytes <= demand.kv_cache_bytes else "not even a"
@@ -337,7 +357,7 @@ def _thrashing(checkpoint: Checkpoint, plans: Sequence[ClassPlan]) -> Iterator[s
         per_token = checkpoint.experts_per_token * len(plan.size_class.layers)
         if plan.slot_count < per_token:
             yield (
-                f"{plan.slot_count} slots for {_layers(plan.size_class)} are fewer than the {per_token} experts that "
+                f"{_slots(plan)} are fewer than the {per_token} experts that "
                 f"one token uses there; below {per_token * plan.slot_bytes} bytes every token reads nearly all of them "
                 "from the file again"
             )
@@ -354,11 +374,12 @@ def _addends(demand: Demand, plans: Sequence[ClassPlan]) -> list[tuple[str, int]
         ("resident weights", demand.resident_bytes),
         (f"KV cache of {demand.context_tokens} tokens", demand.kv_cache_bytes),
         ("workspace", demand.workspace_bytes),
-        *(
-            (f"{plan.slot_count} slots of {plan.slot_bytes} bytes for {_layers(plan.size_class)}", plan.total_bytes)
-            for plan in plans
-        ),
+        *((_slots(plan), plan.total_bytes) for plan in plans),
     ]
+
+
+def _slots(plan: ClassPlan) -> str:
+    return f"{plan.slot_count} slot{'' if plan.slot_count == 1 else 's'} for {_layers(plan.size_class)}"
 
 
 def _sum(addends: Sequence[tuple[str, int]]) -> str:

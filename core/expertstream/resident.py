@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import numpy as np
 from attrs import frozen
@@ -33,7 +34,7 @@ def load_resident(
     """Every resident tensor's bytes by name: (nbytes,) uint8, read-only, in the file's own encoding.
 
     They share one mapping, freed with the last of them. `progress` hears bytes done and of all. Raises ReadFailed,
-    MachineError for io_mode "direct" where it is refused, DeviceOutOfMemory.
+    MachineError for io_mode "direct" where it is refused, CheckpointError for files that have changed, DeviceOutOfMemory.
     """
     runs = _runs(checkpoint)
     size_bytes = max(sum(run.room_bytes for run in runs), IO_ALIGNMENT_BYTES)
@@ -41,6 +42,9 @@ def load_resident(
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise DeviceOutOfMemory(f"{size_bytes} bytes of resident tensors cannot be allocated: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # every token reads all of it: fewer TLB misses, and faults while it fills
+        with suppress(OSError):  # the headers know the advice, and this kernel was built without it
+            memory.madvise(mmap.MADV_HUGEPAGE)
     arena = _Arena(SlotLayout((SlotPart("resident", 0, size_bytes),)), np.frombuffer(memory, np.uint8))
     tensors: dict[str, NDArray[np.uint8]] = {}
     pieces: list[PartRead] = []
@@ -54,6 +58,7 @@ def load_resident(
             tensors[tensor.name].flags.writeable = False
         room_start += run.room_bytes
     with Filler(checkpoint.files, lambda store, staging: READY, thread_count=_THREADS, io_mode=io_mode) as filler:
+        checkpoint.refuse_changed()
         done = 0
         tickets = filler.submit([Fill(arena, 0, (piece,), "resident tensors") for piece in pieces])
         for ticket, piece in zip(tickets, pieces, strict=True):

@@ -194,7 +194,7 @@ class ExpertStreamer:
         """Open the files, allocate the stores that were planned and start the reading threads.
 
         Raises ConfigError for the policy, MachineError where direct reads are asked for and refused, DeviceOutOfMemory,
-        CheckpointError for files that have gone or changed since. `open_file` is how files are opened, for fault injection.
+        CheckpointError for files that have gone or changed since. `open_file` opens files, for fault injection.
         """
         self._backend = backend
         self._classes: list[tuple[SlotStore, tuple[int, ...]]] = []

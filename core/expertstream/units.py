@@ -58,6 +58,18 @@ def format_bytes(byte_count: int) -> str:
     return exact
 
 
+def round_up_bytes(byte_count: int) -> int:
+    """The smallest amount from `byte_count` up that a person can type: of at most four digits and a unit."""
+    unit_bytes = _typed_unit_bytes(byte_count)
+    return -(-byte_count // unit_bytes) * unit_bytes
+
+
+def round_down_bytes(byte_count: int) -> int:
+    """The largest amount up to `byte_count` that a person can type: of at most four digits and a unit."""
+    unit_bytes = _typed_unit_bytes(byte_count)
+    return byte_count // unit_bytes * unit_bytes
+
+
 @frozen(kw_only=True)
 class MemoryRequest:
     """How much memory routed experts shall have: either `size_bytes`, or `percent` of the routed bytes of a checkpoint.
@@ -117,6 +129,11 @@ def _parse_bytes(text: str, forms: str) -> int:
     if unit_bytes == 1 and "." in amount["number"]:
         raise ConfigError(f"{text!r} is not a whole number of bytes; what can be written: {forms}")
     return int(Fraction(amount["number"]) * unit_bytes)
+
+
+def _typed_unit_bytes(byte_count: int) -> int:
+    """The smallest unit in which `byte_count`, rounded either way, has at most four digits."""
+    return next((unit for unit in (1, 1 << 10, 1 << 20, 1 << 30) if byte_count <= 9999 * unit), 1 << 40)
 
 
 def _plain(number: Decimal) -> str:

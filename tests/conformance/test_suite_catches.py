@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 
 import pytest
@@ -83,13 +84,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     install_broken(site)
     with ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
 
-        def start(backend: str, *arguments: str) -> list[Future[SuiteRun]]:
-            return [pool.submit(run_suite, backend, *arguments, folder=folder, site=site) for _ in range(RUN_COUNT)]
+        def start(backend: str, *arguments: str, is_plain: bool = False) -> list[Future[SuiteRun]]:
+            run = partial(run_suite, backend, *arguments, folder=folder, site=site, is_plain=is_plain)
+            return [pool.submit(run) for _ in range(RUN_COUNT)]
 
         started = {backend: start(backend) for backend in ("cpu", "fakedevice", *SOUND)}
         for backend, test in CAUGHT_BY.items():
             limit = ["--test-limit-s", "5"] if backend in NEVER_RETURN else []
-            started[backend] = start(backend, "-k", test, *limit)
+            started[backend] = start(backend, "-k", test, *limit, is_plain=True)
         yield started
         pool.shutdown(cancel_futures=True)
 

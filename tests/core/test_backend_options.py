@@ -202,7 +202,7 @@ def test_the_name_of_a_backend_may_hold_dots(tmp_path: Path) -> None:
         ),
         (
             ("backends.dev.copies = 0",),
-            "'backends.dev.copies' in DIR/settings.toml, line 1: 'copies' must be in range(1, 9) (got 0)",
+            "'backends.dev.copies' in DIR/settings.toml, line 1: must be in range(1, 9) (got 0)",
         ),
         (
             ("", {"EXPERTSTREAM_BACKENDS__DEV__PINED": "true"}),

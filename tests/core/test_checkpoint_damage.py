@@ -103,7 +103,7 @@ def test_an_alignment_beyond_the_file_is_named_with_the_missing_bytes(tmp_path):
     header, _ = gguf_header({"general.alignment": 2**31}, [resident("x.weight", "F32", 8)])
     message = refusal_of_bytes(tmp_path, header + bytes(4096))
     assert "general.alignment is 2147483648" in message
-    assert "shorter than their headers say" in message
+    assert "shorter than its header says" in message
 
 
 @pytest.mark.parametrize("name", ["blk.1.ffn_up_exps.weight", "blk.0.attn_q.weight"], ids=["routed", "resident"])
@@ -238,9 +238,7 @@ def test_a_header_cut_at_any_byte_is_refused(tmp_path):
     raw = written.path.read_bytes()[:header_bytes]
     for length in range(len(raw)):
         written.path.write_bytes(raw[:length])
-        with pytest.raises(
-            CheckpointError, match="not a GGUF file" if 0 < length < 4 else "shorter than their headers"
-        ):
+        with pytest.raises(CheckpointError, match="not a GGUF file" if 0 < length < 4 else "shorter than its header"):
             open_checkpoint(written.path)
 
 

@@ -314,6 +314,23 @@ def test_closing_a_starved_filler_gives_every_buffer_back() -> None:
     store.close()
 
 
+def test_a_thread_that_cannot_be_started_is_the_machines_fault_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start = threading.Thread.start
+
+    def start_all_but_the_third(thread: threading.Thread) -> None:
+        if thread.name == "filler-2":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_all_but_the_third)
+    shards = Shards()
+    with pytest.raises(MachineError, match=r"filler thread 3 of 8 .*can't start new thread.* fewer filler threads"):
+        shards.filler(thread_count=8)
+    assert shards.open_count == 0
+
+
 def test_idle_threads_share_the_parts_of_one_fill() -> None:
     store, together = MemoryStore(1), threading.Barrier(3)
 

@@ -122,8 +122,8 @@ def call_commit(hooks: Any) -> object:
             SlotBudget(7, "seven fit"),
             {
                 "event": "slots_granted",
-                "expert_bytes": 12288,
-                "resident_bytes": 5,
+                "slot_bytes": 12288,
+                "beside_bytes": 5,
                 "asked_slots": 9,
                 "slot_count": 7,
                 "reason": "seven fit",
@@ -146,19 +146,21 @@ def test_an_answer_passes_unchanged_and_is_logged_unless_it_is_a_commit(
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "event"),
+    ("call", "error", "event", "level"),
     [
-        (call_budget, BackendUnavailable("no driver"), "budget_failed"),
-        (call_alloc, DeviceOutOfMemory("49152 bytes asked for, 3 free"), "slot_store_failed"),
-        (call_commit, CommitFailed("the copy failed"), "commit_failed"),
-        (call_commit, RuntimeError("a bug of the backend"), "commit_failed"),
+        (call_budget, BackendUnavailable("no driver"), "budget_failed", "info"),
+        (call_alloc, DeviceOutOfMemory("49152 bytes asked for, 3 free"), "slot_store_failed", "info"),
+        (call_commit, CommitFailed("the copy failed"), "commit_failed", "warning"),
+        (call_commit, RuntimeError("a bug of the backend"), "commit_failed", "warning"),
     ],
 )
-def test_a_failure_is_logged_with_its_error_and_raised_unchanged(call: Any, error: Exception, event: str) -> None:
+def test_a_failure_is_logged_with_its_error_and_raised_unchanged(
+    call: Any, error: Exception, event: str, level: str
+) -> None:
     with structlog.testing.capture_logs() as events, pytest.raises(type(error)) as raised:
         call(hooks_over(error))
     assert raised.value is error
-    assert [(logged["event"], logged["log_level"]) for logged in events] == [(event, "warning")]
+    assert [(logged["event"], logged["log_level"]) for logged in events] == [(event, level)]
     assert events[0]["error"] == f"{type(error).__name__}: {error}"
 
 

@@ -17,7 +17,7 @@ from expertstream.machine import AvailableMemory
 from expertstream.planner import Demand, Plan, make_plan
 from expertstream.size_classes import size_classes
 from expertstream.slots import SlotBudget
-from expertstream.units import MemoryRequest
+from expertstream.units import MemoryRequest, round_down_bytes, round_up_bytes
 
 GIB = 1 << 30
 NOTHING = Demand(resident_bytes=0, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
@@ -109,11 +109,25 @@ def test_all_gives_every_expert_a_slot_though_padding_makes_it_more_than_the_rou
 @pytest.mark.parametrize("slots_of_a_layer", [0, 1])
 def test_less_than_one_step_needs_is_refused_with_the_smallest_budget(slots_of_a_layer: int) -> None:
     uniform = checkpoint_of([(4096, 4096, 8)] * 4)
-    with pytest.raises(BudgetTooSmall, match="Ask for 16384 bytes or more") as refusal:
+    with pytest.raises(BudgetTooSmall, match=r"Ask for 16KiB \(16384 bytes\) or more") as refusal:
         plan_for(uniform, str(slots_of_a_layer * 8192))
     assert refusal.value.smallest_bytes == 16384
     assert f"is {slots_of_a_layer * 8192} bytes" in str(refusal.value)
     assert "2 slots of 8192 bytes for layers 0-3" in str(refusal.value)
+
+
+@given(st.integers(4096, 1 << 50))
+def test_the_amounts_that_refusals_name_can_be_typed_and_err_on_the_safe_side(byte_count: int) -> None:
+    for rounded in (round_up_bytes(byte_count), round_down_bytes(byte_count)):
+        typed = str(MemoryRequest(size_bytes=rounded))
+        assert MemoryRequest.parse(typed).size_bytes == rounded
+        assert len(typed) <= len("9999MiB")
+    assert round_down_bytes(byte_count) <= byte_count <= round_up_bytes(byte_count)
+
+
+def test_a_size_without_its_unit_is_asked_back() -> None:
+    with pytest.raises(BudgetTooSmall, match=r"or more; did you mean 8GiB\?$"):
+        plan_for(MIXED, "8")
 
 
 def test_exactly_the_smallest_budget_is_accepted_and_a_byte_less_is_not() -> None:
@@ -170,13 +184,14 @@ def test_the_refusal_shows_every_addend_the_available_bytes_with_their_reason_an
         "resident weights",
         "KV cache of 512 tokens",
         "workspace",
-        f"24 slots of {SMALL_SLOT} bytes for layers 0-2",
-        f"8 slots of {LARGE_SLOT} bytes for layer 3",
+        "24 slots for layers 0-2",
+        "8 slots for layer 3",
         "total",
     ]
     assert f"({room} bytes): the test says {room} bytes" in lines[7]
-    assert lines[8] == f"expert memory of {SMALLEST + 5} bytes or less would fit"
-    assert plan_for(MIXED, str(SMALLEST + 5), demand=DEMAND, available_bytes=room).expert_memory_bytes <= SMALLEST + 5
+    assert lines[8] == f"expert memory of {SMALLEST // 1024}KiB ({SMALLEST + 5} bytes) or less would fit"
+    for fitting in (f"{SMALLEST // 1024}KiB", str(SMALLEST + 5)):
+        assert plan_for(MIXED, fitting, demand=DEMAND, available_bytes=room).expert_memory_bytes <= SMALLEST + 5
 
 
 @pytest.mark.parametrize("request_text", [None, "all"])
@@ -316,8 +331,8 @@ def test_layers_are_named_in_runs() -> None:
     small, large = (4096, 4096, 4), (8192, 4096, 4)
     table = plan_for(checkpoint_of([small, small, large, small, large, small, small]), "all").as_table()
     assert [what for what, _ in table if "slots" in what] == [
-        "20 slots of 8192 bytes for layers 0-1, 3, 5-6",
-        "8 slots of 12288 bytes for layers 2, 4",
+        "20 slots for layers 0-1, 3, 5-6",
+        "8 slots for layers 2, 4",
     ]
 
 
@@ -327,8 +342,8 @@ def test_the_table_shows_the_sum_the_available_memory_and_the_smallest_budget() 
         "resident weights",
         "KV cache of 512 tokens",
         "workspace",
-        f"24 slots of {SMALL_SLOT} bytes for layers 0-2",
-        f"8 slots of {LARGE_SLOT} bytes for layer 3",
+        "24 slots for layers 0-2",
+        "8 slots for layer 3",
         "total",
         "available",
         "all routed experts in the files",
@@ -336,7 +351,11 @@ def test_the_table_shows_the_sum_the_available_memory_and_the_smallest_budget() 
     ]
     rows = dict(plan.as_table())
     assert f"({plan.total_bytes} bytes)" in rows["total"]
-    assert rows["available"] == f"1.00 GiB ({GIB} bytes): the test says {GIB} bytes"
+    expert_bytes = plan.classes[1].size_class.expert_bytes
+    assert rows["8 slots for layer 3"].endswith(
+        f"each 108.00 KiB ({LARGE_SLOT} bytes), in whole pages, for an expert of {expert_bytes} bytes"
+    )
+    assert rows["available"] == f"1.00 GiB ({GIB} bytes), as the whole host has"
     assert "(2211840 bytes)" in rows["all routed experts in the files"]
 
 

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from expertstream import (
     residency,
 )
 from expertstream.filler import RawFile, Ticket, open_raw_file
-from expertstream.policies import policy_names
+from expertstream.policies import make_policy, policy_names, prepare_step
 
 NO_DEMAND = Demand(resident_bytes=0, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
 EXPERTS = 8
@@ -65,6 +66,26 @@ def smallest(written: checkpoint_files.Written) -> str:
         checkpoint, NO_DEMAND, MemoryRequest.parse("all"), open_backend(memory_backend.NAME), available_memory()
     )
     return str(plan.smallest_bytes)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_after_the_preparation_no_step_compiles_anything(written: checkpoint_files.Written, policy: str) -> None:
+    prepare_step(policy)
+    steps = make_policy(policy, 1)
+    compiled: list[Any] = [
+        *(residency.lease, residency.release, residency.announce, residency.free_slots),
+        *(steps.layer_step, steps.select),
+    ]
+    before = [list(function.signatures) for function in compiled]
+    with open_streamer(written, smallest(written), policy=policy) as streamer:
+        for tokens, experts in ((3, range(EXPERTS)), (1, range(2)), (1, range(1, 3))):
+            streamer.begin_pass(tokens)
+            for layer in (0, 3):
+                with streamer.acquire(layer, list(experts)[:2]):
+                    pass
+                for lease in streamer.rounds(layer, experts, [1] * len(experts)):
+                    lease.release()
+    assert [list(function.signatures) for function in compiled] == before
 
 
 def parts_of(checkpoint: Checkpoint, layer: int) -> list[str]:

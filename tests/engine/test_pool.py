@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import threading
 import time
 
+import numba
 import numpy as np
 import pytest
 
-from expertstream.errors import UsageError
+from expertstream.errors import MachineError, UsageError
 from expertstream_engine.kernels.native import atomic_add, atomic_load, cfunc, sched_yield, words_at
 from expertstream_engine.kernels.pool import _NUMBER, _OPEN, WorkerPool, _join
 
@@ -38,6 +41,15 @@ def meet(args: int) -> None:
 
 def block_for(tasks: int, results: np.ndarray) -> np.ndarray:
     return np.array([0, tasks, results.ctypes.data, 0, 0], np.int64)
+
+
+@cfunc("void(int64)")
+def stay(args: int) -> None:
+    """Takes a seat, leaves when WANTED is not 0, and says so in RESULTS as the last thing it does."""
+    atomic_add(args + 8 * SEATS, 1)
+    while atomic_load(args + 8 * WANTED) == 0:
+        sched_yield()
+    atomic_add(args + 8 * RESULTS, 1)
 
 
 def compute_threads() -> list[str]:
@@ -117,7 +129,7 @@ def test_no_thread_is_left_when_one_cannot_start(monkeypatch: pytest.MonkeyPatch
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start_all_but_the_third)
-    with pytest.raises(RuntimeError, match="can't start"), WorkerPool(8):
+    with pytest.raises(MachineError, match=r"thread 3 of 8 .* can't start .* fewer threads"), WorkerPool(8):
         pass
     assert compute_threads() == []
 
@@ -139,3 +151,70 @@ def test_a_pool_runs_jobs_only_between_its_one_enter_and_its_exit() -> None:
 def test_a_pool_has_at_least_the_callers_thread(threads: int) -> None:
     with pytest.raises(UsageError, match=f"not {threads}"):
         WorkerPool(threads)
+
+
+def run_until_refused(pool: WorkerPool, args: int, has_run: threading.Event, refusals: list[UsageError]) -> None:
+    block = words_of(args)
+    try:
+        while True:
+            block[NEXT] = 0
+            pool.run(claim.address, args)
+            has_run.set()
+    except UsageError as error:
+        refusals.append(error)
+
+
+def words_of(address: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_int64 * 5).from_address(address))
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_exit_from_another_thread_comes_between_two_jobs_and_ends_the_runs(threads: int) -> None:
+    for _ in range(150):
+        results = np.zeros(8, np.int64)
+        block = block_for(8, results)
+        has_run, refusals = threading.Event(), list[UsageError]()
+        with WorkerPool(threads) as pool:
+            runner = threading.Thread(target=run_until_refused, args=(pool, block.ctypes.data, has_run, refusals))
+            runner.start()
+            assert has_run.wait(60)
+        assert compute_threads() == []
+        runner.join(60)
+        assert not runner.is_alive()
+        assert ["between enter and exit" in str(refusal) for refusal in refusals] == [True]
+        assert (results == results[0] * np.arange(1, 9)).all()
+        assert results[0] > 0
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_exit_waits_until_no_thread_is_in_the_job(threads: int) -> None:
+    block = np.zeros(5, np.int64)
+    seats_left_at_exit: list[int] = []
+    pool = WorkerPool(threads)
+    pool.__enter__()
+
+    def leave() -> None:
+        pool.__exit__(None, None, None)
+        seats_left_at_exit.append(int(block[SEATS] - block[RESULTS]))
+
+    runner = threading.Thread(target=pool.run, args=(stay.address, block.ctypes.data))
+    runner.start()
+    while not block[SEATS]:
+        time.sleep(0.001)
+    leaver = threading.Thread(target=leave)
+    leaver.start()
+    leaver.join(0.1)  # a pool that does not wait is out by then
+    block[WANTED] = 1
+    leaver.join(60)
+    runner.join(60)
+    assert seats_left_at_exit == [0]
+    assert block[SEATS] > 0
+
+
+def test_without_compilation_the_import_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
+    spec = importlib.util.find_spec("expertstream_engine.kernels.native")
+    assert spec is not None
+    assert spec.loader is not None
+    with pytest.raises(MachineError, match=r"NUMBA_DISABLE_JIT is set.*unset it"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -63,6 +63,9 @@ def _read_headers(files: Sequence[Path]) -> list[Header]:
         raise CheckpointError(
             f"{len(short)} of {len(files)} files shorter than their headers say: an incomplete download, or damaged "
             f"headers; download these again:\n{lines}"
+            if len(files) > 1
+            else f"the file is shorter than its header says: an incomplete download, or a damaged header; download it "
+            f"again:\n{lines}"
         )
     return headers
 

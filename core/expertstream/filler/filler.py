@@ -137,7 +137,8 @@ class Filler:
     ) -> None:
         """Open and probe every file, then start the threads, which call `commit` with a fill's store and its staging.
 
-        Raises ConfigError, CheckpointError, ReadFailed, and MachineError where "direct" is asked for and refused.
+        Raises ConfigError, CheckpointError, ReadFailed, and MachineError where "direct" is asked for and refused, or
+        a thread cannot be started.
         """
         if thread_count < 1:
             raise ConfigError(f"{thread_count} filler threads were asked for; at least 1 is needed")
@@ -165,7 +166,13 @@ class Filler:
                 self._files.append(SourceFile(Path(path), io_mode, open_file))
             for number, activity in enumerate(self._activities):
                 thread = threading.Thread(target=self._serve, args=(activity,), name=f"filler-{number}", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # what Python says where the system has no thread to give
+                    raise MachineError(
+                        f"filler thread {number + 1} of {thread_count} could not be started: {error};"
+                        " ask for fewer filler threads, or raise the limit on processes (ulimit -u, or the container's)"
+                    ) from error
                 self._threads.append(thread)
         except BaseException:
             self.close()

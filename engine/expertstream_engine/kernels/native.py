@@ -1,23 +1,35 @@
 """What compiled Python has no words for: atomics, memory at an address, calls by address, giving up the core.
 
 Every function here is for use inside numba code only. Addresses are int64. Atomic words are aligned int64;
-loads acquire, stores release, and read-modify-write does both. Numba's cache does not notice a change of this
-file: delete the *.nbi files in __pycache__ after one.
+loads acquire, stores release, and read-modify-write does both.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
 import numba.extending
 from llvmlite import ir
 
-# Numba annotates what it decorates as Python sees it, and not with the narrower numbers of compiled code.
-njit: Any = numba.njit
-cfunc: Any = numba.cfunc
+from expertstream.compiling import Compiler
+from expertstream.errors import MachineError
+
+config: Any = numba.config  # numba fills it in while it is imported, unseen by mypy
+if config.DISABLE_JIT:
+    raise MachineError(
+        "NUMBA_DISABLE_JIT is set, so nothing would be compiled, and what computes here cannot run uncompiled: unset it"
+    )
+
+# Jobs are made of each other's functions, across the files of this folder.
+_compiler = Compiler(*map(str, sorted(Path(__file__).parent.glob("*.py"))))
+
+# What is compiled is annotated as Python sees it, and not with the narrower numbers of compiled code.
+njit: Any = _compiler.njit
+cfunc: Any = _compiler.cfunc
 intrinsic: Any = numba.extending.intrinsic
 types: Any = numba.types
 

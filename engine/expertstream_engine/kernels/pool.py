@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from expertstream.errors import UsageError
+from expertstream.errors import MachineError, UsageError
 from expertstream_engine.kernels.native import (
     atomic_add,
     atomic_load,
@@ -36,8 +36,9 @@ MOST_THREADS = 1024
 class WorkerPool:
     """`threads` threads, the caller's among them, between enter and exit.
 
-    Idle workers spin for about 0.1 ms and then nap, so that they leave the cores to whoever reads files. Jobs are
-    run from one thread at a time. A pool is entered once; raises UsageError otherwise.
+    Idle workers spin for about 0.1 ms, then offer their cores to others again and again for 0.3 ms, and then nap, so
+    that files are read meanwhile. Runs and exit may be called from any thread, and wait for each other. A pool is
+    entered once; raises UsageError otherwise.
     """
 
     def __init__(self, threads: int) -> None:
@@ -49,19 +50,19 @@ class WorkerPool:
         self._workers: list[threading.Thread] = []
         self._entered = False
         self._open = False
+        # Held while a job runs, so that a stop neither crosses one nor frees what it uses. It lets its own thread in
+        # again: a signal's handler may exit the pool where it has interrupted `run`, outside of the job.
+        self._running = threading.RLock()
 
     def __enter__(self) -> Self:
+        """Start the threads. Raises MachineError where one cannot be started; none is left then."""
         if self._entered:
             raise UsageError("a pool is entered once")
         self._entered = True
         _compile(self._control)
         try:
             for number in range(1, self.threads):
-                worker = threading.Thread(
-                    target=_work, args=(self._control,), name=f"expertstream-compute-{number}", daemon=True
-                )
-                self._workers.append(worker)
-                worker.start()
+                self._start_worker(number)
         except BaseException:
             self._stop()
             raise
@@ -71,17 +72,33 @@ class WorkerPool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open = False
-        self._stop()
+        """End the threads, after the job under way."""
+        with self._running:
+            self._open = False
+            self._stop()
 
     def run(self, job: int, args: int) -> None:
         """Run the job at address `job` on all threads that are awake; returns when no thread is in it any more.
 
         The caller's thread always takes part, so a job must end with one thread. Raises UsageError when not open.
         """
-        if not self._open:
-            raise UsageError("a pool runs jobs between enter and exit")
-        _run(self._control_address, job, args)
+        with self._running:
+            if not self._open:
+                raise UsageError("a pool runs jobs between enter and exit")
+            _run(self._control_address, job, args)
+
+    def _start_worker(self, number: int) -> None:
+        worker = threading.Thread(
+            target=_work, args=(self._control,), name=f"expertstream-compute-{number}", daemon=True
+        )
+        self._workers.append(worker)
+        try:
+            worker.start()
+        except RuntimeError as error:  # what Python says where the system has no thread to give
+            raise MachineError(
+                f"compute thread {number} of {self.threads} could not be started: {error};"
+                " compute with fewer threads, or raise the limit on processes (ulimit -u, or the container's)"
+            ) from error
 
     def _stop(self) -> None:
         _tell_to_stop(self._control_address)
@@ -119,6 +136,7 @@ _STOP = 1 << 17
 _NUMBER = 18
 
 _SPINS = 3000  # 50 to 150 us of `pause`
+_YIELDS = 1000  # some 0.3 ms, which bridges what Python does between two jobs of a layer
 _NAP_US = 50
 _NAPS = 200  # some 20 ms of short naps before long ones
 _LONG_NAP_US = 1000
@@ -177,7 +195,9 @@ def _work(control: Any) -> None:
         idle += 1
         if idle < _SPINS:
             pause()
-        elif idle < _SPINS + _NAPS:
+        elif idle < _SPINS + _YIELDS:
+            sched_yield()
+        elif idle < _SPINS + _YIELDS + _NAPS:
             usleep(_NAP_US)
         else:
             usleep(_LONG_NAP_US)

@@ -14,18 +14,16 @@ out[t * out_stride + r] becomes row r times the record at activations + t * acti
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numba
 from attrs import frozen
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from expertstream.compiling import Compiler
 from expertstream.errors import UnsupportedCheckpoint
 from expertstream_engine.kernels import activations, row_dots, vector_ir
 from expertstream_engine.kernels.activations import ROUNDINGS
@@ -91,12 +89,14 @@ def check_columns(type_name: str, columns: int) -> None:
 def compile_kernel(kind: str, name: str, flavour: str) -> Any:
     """A numba cfunc of `kind` "rows" or "round_rows", whose dot products take a given flavour; for tests."""
     # Numba's cache tells functions apart by file, name, closure and CPU. The name gives each its own index, because
-    # processes that fill one index at once may swap its entries; the closure names the code that made it.
-    kernel = f"{kind} {name} {flavour} {_SOURCE_DIGEST}"
+    # processes that fill one index at once may swap its entries.
+    kernel = f"{kind} {name} {flavour}"
     function, signature = (_rows(kernel), _ROWS) if kind == "rows" else (_round_rows(kernel), _ROUND_ROWS)
     function.__qualname__ = function.__name__ = f"{kind}_{name}_{flavour}"
-    return numba.cfunc(signature, cache=True)(function)
+    return _compiler.cfunc(signature, cache=True)(function)
 
+
+_compiler = Compiler(__file__, *(str(module.__file__) for module in (vector_ir, row_dots, activations)))
 
 _ROWS = types.void(*[types.intp] * 10)
 _ROUND_ROWS = types.void(*[types.intp] * 6)
@@ -121,17 +121,6 @@ def _row_dot(type_name: str) -> row_dots.RowDot:
 
 
 _literal_intrinsic: Callable[[Callable[..., Any]], Callable[..., Any]] = intrinsic(prefer_literal=True)
-
-
-def _source_digest() -> str:
-    """Names the sources that emit kernels, which numba's cache would not notice to have changed."""
-    digest = hashlib.sha256()
-    for module in (vector_ir, row_dots, activations):
-        digest.update(Path(str(module.__file__)).read_bytes())
-    return digest.hexdigest()
-
-
-_SOURCE_DIGEST = _source_digest()  # at import: a file may change while a process runs what it was
 
 
 def _rows(kernel: str) -> Callable[..., None]:
@@ -230,7 +219,7 @@ def _round(typing_context: Any, kernel: Any, x: Any, columns: Any, record: Any) 
 
 
 def _open(kernel: Any, builder: Value) -> tuple[str, VectorBuilder]:
-    _, name, flavour, _ = kernel.literal_value.split()
+    _, name, flavour = kernel.literal_value.split()
     return name, FLAVOURS[flavour](builder, Target.of_numba())
 
 
