@@ -55,7 +55,7 @@ def main() -> None:
         arms.reverse()
     ratios = [ours / theirs for ours, theirs in zip(filler, plain, strict=True)]
     result = {
-        "checkpoint": str(arguments.checkpoint),
+        "checkpoint": arguments.checkpoint.name,
         "routed_bytes": checkpoint.routed_bytes,
         "io_mode": arguments.io_mode,
         "plain": {"block_mib": best[0], "threads": best[1], **_spread(plain)},

@@ -33,7 +33,7 @@ def main() -> None:
                 found.append(json.loads(answer.stdout.splitlines()[-1]))
     ours, theirs = speeds["expertstream"], speeds["llama.cpp"]
     result: dict[str, object] = {
-        "model": str(arguments.model),
+        "model": arguments.model.name,
         "threads": arguments.threads,
         "rounds": arguments.rounds,
     }

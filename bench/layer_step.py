@@ -66,7 +66,7 @@ def main() -> None:
 def _compiled_step(policy_name: str, slots: int, top_k: int) -> Callable[[], object]:
     layers = -(-slots // 128)
     tables = residency.make_tables(layers, 128, np.array([[0, slots]] * layers, np.int64))
-    policy = make_policy(policy_name, layers * 128, 16)
+    policy = make_policy(policy_name, layers * 128)
     chosen, found = np.empty(128, np.int64), np.empty(128, np.uint8)
     for layer in range(layers):
         experts = np.arange(min(128, slots - layer * 128))

@@ -34,7 +34,7 @@ def load_resident(
     """Every resident tensor's bytes by name: (nbytes,) uint8, read-only, in the file's own encoding.
 
     They share one mapping, freed with the last of them. `progress` hears bytes done and of all. Raises ReadFailed,
-    MachineError for io_mode "direct" where it is refused, CheckpointError for files that have changed, DeviceOutOfMemory.
+    MachineError for io_mode "direct" where it is refused, CheckpointError for changed files, DeviceOutOfMemory.
     """
     runs = _runs(checkpoint)
     size_bytes = max(sum(run.room_bytes for run in runs), IO_ALIGNMENT_BYTES)

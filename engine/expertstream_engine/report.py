@@ -18,8 +18,8 @@ class GenerationReport:
 
     Prefill needs every expert that any prompt token chose, so it exhausts any cache; it is counted apart. The first
     token comes out of the prefill: decode is the passes after it. `finish` is "eos", "length" or "interrupted".
-    `seeded_experts` were read from a hotlist before, and count in neither phase. `decode_seconds` are those of the passes,
-    the choice of tokens and their text; what the caller does between two pieces is not in them. The peak is of the
+    `seeded_experts` were read from a hotlist before, and count in neither phase. `decode_seconds` are those of passes,
+    choice of tokens and their text; what the caller does between two pieces is not in them. The peak is of the
     process: `planned_bytes` for the model and `interpreter_bytes` for Python and its libraries, measured before
     anything was loaded, are most of it.
     """
@@ -86,7 +86,9 @@ def rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """The most memory that this process has had in use, by the system's own accounting."""
-    return _of_status("VmHWM") or _peak_of_usage_bytes()  # in this order: ru_maxrss begins with the parent's at the fork
+    return (
+        _of_status("VmHWM") or _peak_of_usage_bytes()
+    )  # in this order: ru_maxrss begins with the parent's at the fork
 
 
 def _of_status(name: str) -> int | None:

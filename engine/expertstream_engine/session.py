@@ -6,6 +6,7 @@ It owns the order in which things come up and go down; each of them knows its ow
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
@@ -30,7 +31,7 @@ from expertstream import (
 from expertstream_engine.demand import LARGEST_BATCH_TOKENS, PlannedRun, plan_run
 from expertstream_engine.model import MoeModel
 from expertstream_engine.ops import ops_for
-from expertstream_engine.ops.protocol import F32
+from expertstream_engine.ops.protocol import F32, I64
 from expertstream_engine.prompts import Prompts
 from expertstream_engine.report import GenerationReport, peak_rss_bytes, rss_bytes
 from expertstream_engine.sampling import Sampler, SamplingSettings
@@ -76,7 +77,7 @@ class Model:
         self.settings = settings
         self.interpreter_bytes = rss_bytes()
         checkpoint, shape = planned.checkpoint, planned.shape
-        self._prompts = prompts or Prompts(checkpoint, planned.plan.demand.context_tokens)
+        self._prompts = prompts or Prompts(checkpoint, shape, planned.plan.demand.context_tokens)
         hotlist = choose_hotlist(checkpoint, settings.hotlist)
         self.seeded_experts = 0
         with ExitStack() as opened:
@@ -111,6 +112,7 @@ class Model:
             self._opened = opened.pop_all()
         self._generating = False
         self._closed = False
+        self._in_use = threading.RLock()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -134,7 +136,7 @@ class Model:
             self._prompts.check_ids(tokens)
             ids = np.array(tokens, np.int64)
             batches = [
-                self._decoder.forward(ids[at : at + LARGEST_BATCH_TOKENS], all_logits=all_positions)
+                self._forward(ids[at : at + LARGEST_BATCH_TOKENS], all_logits=all_positions)
                 for at in range(0, ids.size, LARGEST_BATCH_TOKENS)
             ]
             return np.concatenate(batches) if all_positions and len(batches) > 1 else batches[-1]
@@ -168,9 +170,10 @@ class Model:
         return len(hottest)
 
     def close(self) -> None:
-        """End all threads and free the memory. A second call does nothing."""
-        self._closed = True
-        self._opened.close()
+        """End all threads and free the memory, once no thread is in a pass. A second call does nothing."""
+        with self._in_use:
+            self._closed = True
+            self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -179,6 +182,13 @@ class Model:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _forward(self, ids: I64, *, all_logits: bool = False) -> F32:
+        """A pass during which the memory that it reads stays."""
+        with self._in_use:
+            if self._closed:
+                raise UsageError("this model was closed while it was generating")
+            return self._decoder.forward(ids, all_logits=all_logits)
 
     def _begin(self) -> None:
         if self._closed:
@@ -192,30 +202,38 @@ class Generation:
     """An iterator over pieces of text (empty while a character is incomplete, or without a tokenizer).
 
     `tokens` grows with it; `report` tells the cost so far. Ends at an end-of-sequence token, which is the last of
-    `tokens` and has no text, or after `max_tokens`. Close it, or exhaust it, before the model's next generation.
+    `tokens` and has no text, or after `max_tokens`. Close it, exhaust it or let go of it before the model's next one.
     """
 
     def __init__(
         self, model: Model, prompt: list[int], max_tokens: int, sampling: SamplingSettings, ignore_eos: bool
     ) -> None:
-        self.prompt_tokens = prompt
-        self.tokens: list[int] = []
-        self.text = ""
         self._model = model
-        self._sampler = Sampler(sampling)
-        self._finish = "interrupted"
-        self._io_mode = model.streamer.io_mode
-        self._prefill = _Cost(model.streamer)
-        self._decode = _Cost(model.streamer)
-        self._decode_passes = 0
-        self._pieces = self._run(max_tokens, ignore_eos)
+        self._progress = _Progress(model, prompt, Sampler(sampling))
+        # It must not know this object: then letting go of this one is enough to end it.
+        self._pieces = _pieces(model, self._progress, max_tokens, ignore_eos)
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """The token ids of the prompt, BOS included where there is one."""
+        return self._progress.prompt_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids generated so far."""
+        return self._progress.tokens
+
+    @property
+    def text(self) -> str:
+        """The pieces so far, one after the other."""
+        return self._progress.text
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         piece = next(self._pieces)
-        self.text += piece
+        self._progress.text += piece
         return piece
 
     def close(self) -> None:
@@ -225,18 +243,18 @@ class Generation:
     @property
     def report(self) -> GenerationReport:
         """The figures up to now; also after the model is closed, and from any thread."""
-        model = self._model
+        model, progress = self._model, self._progress
         plan = model.planned.plan
-        prefill, prefill_seconds = self._prefill.so_far()
-        decode, decode_seconds = self._decode.so_far()
+        prefill, prefill_seconds = progress.prefill.so_far()
+        decode, decode_seconds = progress.decode.so_far()
         return GenerationReport(
-            prompt_tokens=tuple(self.prompt_tokens),
-            tokens=tuple(self.tokens),
-            text=self.text if model.tokenizer is not None else None,
-            finish=self._finish,
+            prompt_tokens=tuple(progress.prompt_tokens),
+            tokens=tuple(progress.tokens),
+            text=progress.text if model.tokenizer is not None else None,
+            finish=progress.finish,
             backend=model.planned.backend.name,
             policy=model.settings.policy,
-            io_mode=self._io_mode,
+            io_mode=progress.io_mode,
             slots=model.streamer.slot_count,
             expert_count=sum(layer.expert_count for layer in model.planned.checkpoint.layers),
             routed_bytes=plan.routed_bytes,
@@ -247,11 +265,11 @@ class Generation:
             decode=decode,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
-            decode_passes=self._decode_passes,
+            decode_passes=progress.decode_passes,
             planned_bytes=plan.total_bytes,
             interpreter_bytes=model.interpreter_bytes,
             peak_rss_bytes=peak_rss_bytes(),
-            seed=self._sampler.seed,
+            seed=progress.sampler.seed,
         )
 
     @property
@@ -260,48 +278,63 @@ class Generation:
         batches = -(-len(self.prompt_tokens) // LARGEST_BATCH_TOKENS)
         return batches * len(self._model.planned.checkpoint.layers)
 
-    def _run(self, max_tokens: int, ignore_eos: bool) -> Generator[str, None, None]:
-        model = self._model
-        model._begin()
-        try:
-            decoder, tokenizer = model._decoder, model.tokenizer
-            stops: frozenset[int] = frozenset()
-            if tokenizer is not None and not ignore_eos:
-                stops = tokenizer.eos_ids
-            stream = tokenizer.stream(continues=True) if tokenizer is not None else None
-            recent = list(self.prompt_tokens)
 
-            def chosen(logits: F32) -> str | None:
-                """The piece of the next token, None for the end."""
-                token = self._sampler.next(logits[0], recent)
-                recent.append(token)
-                self.tokens.append(token)
-                self._io_mode = model.streamer.io_mode  # a file system may turn direct reads down later
-                if token in stops:
-                    self._finish = "eos"
-                    return None
-                if len(self.tokens) == max_tokens:
-                    self._finish = "length"
-                return stream.push(token) if stream is not None else ""
+class _Progress:
+    """How far a generation is. Its generator writes it, and `Generation` shows it."""
 
-            decoder.reset()
-            with self._prefill:
-                ids = np.array(self.prompt_tokens, np.int64)
-                for at in range(0, ids.size, LARGEST_BATCH_TOKENS):
-                    logits = decoder.forward(ids[at : at + LARGEST_BATCH_TOKENS])
+    def __init__(self, model: Model, prompt_tokens: list[int], sampler: Sampler) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.sampler = sampler
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish = "interrupted"
+        self.io_mode = model.streamer.io_mode
+        self.prefill = _Cost(model.streamer)
+        self.decode = _Cost(model.streamer)
+        self.decode_passes = 0
+
+
+def _pieces(model: Model, progress: _Progress, max_tokens: int, ignore_eos: bool) -> Generator[str, None, None]:
+    model._begin()
+    try:
+        tokenizer = model.tokenizer
+        stops: frozenset[int] = frozenset()
+        if tokenizer is not None and not ignore_eos:
+            stops = tokenizer.eos_ids
+        stream = tokenizer.stream(continues=True) if tokenizer is not None else None
+        recent = list(progress.prompt_tokens)
+
+        def chosen(logits: F32) -> str | None:
+            """The piece of the next token, None for the end."""
+            token = progress.sampler.next(logits[0], recent)
+            recent.append(token)
+            progress.tokens.append(token)
+            progress.io_mode = model.streamer.io_mode  # a file system may turn direct reads down later
+            if token in stops:
+                progress.finish = "eos"
+                return None
+            if len(progress.tokens) == max_tokens:
+                progress.finish = "length"
+            return stream.push(token) if stream is not None else ""
+
+        model._decoder.reset()
+        with progress.prefill:
+            ids = np.array(progress.prompt_tokens, np.int64)
+            for at in range(0, ids.size, LARGEST_BATCH_TOKENS):
+                logits = model._forward(ids[at : at + LARGEST_BATCH_TOKENS])
+            piece = chosen(logits)
+        while piece is not None:
+            yield piece
+            if progress.finish == "length":
+                break
+            with progress.decode:
+                logits = model._forward(np.array(progress.tokens[-1:], np.int64))
+                progress.decode_passes += 1
                 piece = chosen(logits)
-            while piece is not None:
-                yield piece
-                if self._finish == "length":
-                    break
-                with self._decode:
-                    logits = decoder.forward(np.array(self.tokens[-1:], np.int64))
-                    self._decode_passes += 1
-                    piece = chosen(logits)
-            if stream is not None and (rest := stream.finish()):
-                yield rest
-        finally:
-            model._generating = False
+        if stream is not None and (rest := stream.finish()):
+            yield rest
+    finally:
+        model._generating = False
 
 
 class _Cost:

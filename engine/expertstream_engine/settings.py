@@ -7,8 +7,17 @@ from pathlib import Path
 from attrs import field, frozen, validators
 
 from expertstream import BackendNames, StreamSettings
+from expertstream.config import whole_number
 
 DEFAULT_CONTEXT_TOKENS = 4096
+
+COMMAND_LINE_ONLY = frozenset(
+    {
+        *("model", "prompt", "token_ids", "max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty"),
+        *("seed", "ignore_eos", "save_hotlist", "json", "verbose", "debug"),
+    }
+)
+"""Options that are no settings: what to generate and what to show is said anew for each run."""
 
 
 @frozen(kw_only=True)
@@ -22,5 +31,5 @@ class RunSettings(StreamSettings):
 
     backend: BackendNames = "cpu"
     hotlist: Path | None = None
-    context: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
-    threads: int | None = field(default=None, validator=validators.optional(validators.in_(range(1, 257))))
+    context: int | None = field(default=None, validator=validators.optional(whole_number(1)))
+    threads: int | None = field(default=None, validator=validators.optional(whole_number(1, 256)))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import inspect
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,10 @@ from typer.testing import CliRunner, Result
 
 from checkpoint_files import write_checkpoint
 from expertstream import policy_names
-from expertstream_engine import BUNDLED_MODEL, RunSettings
-from expertstream_engine.cli import app
+from expertstream_engine import BUNDLED_MODEL, RunSettings, SamplingSettings
+from expertstream_engine.cli.commands import app
+from expertstream_engine.cli.run import run
+from expertstream_engine.settings import COMMAND_LINE_ONLY
 
 PROMPT = ("-p", "In the beginning God created")
 COUNTERS = {"steps", "hits", "misses", "expert_bytes_read", "exhausted"}
@@ -85,14 +90,14 @@ class TestRun:
     def test_the_report_says_whether_streaming_was_on(self, expert_memory: str, sentence: str) -> None:
         result = call("run", *PROMPT, "-n", "2", "--expert-memory", expert_memory)
         assert sentence in result.stderr
-        for word in ("prefill", "decode", "hit rate", "tokens/s", "slots of 64 experts", "peak memory", "reads "):
+        for word in ("prefill", "decode", "hit rate", "tokens/s", "for 64 experts", "peak memory", "reads "):
             assert word in result.stderr
 
     def test_without_model_and_prompt_it_runs_the_bundled_model_and_says_so(self) -> None:
         result = call("run", "-n", "1")
         assert result.exit_code == 0
         assert "model: the bundled one" in result.stderr
-        assert "prompt: 'And it came to pass" in result.stderr
+        assert "prompt: 'The LORD is my shepherd;'" in result.stderr
 
     def test_the_prompt_may_come_from_standard_input_without_its_last_newline(self, ran: Any) -> None:
         assert json_of("run", "-n", "1", stdin=PROMPT[1] + "\n")["prompt_tokens"] == ran["prompt_tokens"]
@@ -156,12 +161,14 @@ class TestRefusals:
             (["--backend", "cpuu"], ["cpuu", "did you mean 'cpu'"]),
             (["--policy", "hotnes"], ["hotnes", "did you mean 'hotness'"]),
             (["--io-mode", "mmap"], ["option --io-mode", "mmap", "buffered"]),
-            (["--threads", "0"], ["option --threads"]),
-            (["--filler-threads", "1000"], ["option --filler-threads"]),
-            (["--context", "0"], ["option --context"]),
+            (["--threads", "0"], ["option --threads: 0 is not a whole number from 1 to 256\n"]),
+            (["--filler-threads", "1000"], ["option --filler-threads: 1000 is not a whole number from 1 to 64\n"]),
+            (["--context", "0"], ["option --context: 0 is not a whole number from 1 up\n"]),
+            (["--expert-memory", "8"], ["did you mean 8GiB?"]),
             (["--context", "100000"], ["100000", "512"]),
             (["-n", "0"], ["at least 1"]),
-            (["-n", "600"], ["600", "512"]),
+            (["-n", "600"], ["600", "512; ask for fewer tokens: the model was trained for no more\n"]),
+            (["-n", "60", "--context", "32"], ["or a larger context, up to the 512 "]),
             (["--temperature", "-1"], ["temperature is -1"]),
             (["--top-p", "1.5"], ["top_p is 1.5"]),
             (["--config", "no-such.toml"], ["no-such.toml"]),
@@ -194,8 +201,10 @@ class TestRefusals:
 
     def test_the_smallest_budget_is_told_and_works(self) -> None:
         message = refusal("run", *PROMPT, "--expert-memory", "1KiB")
-        smallest = re.findall(r"(\d+) bytes or more", message)[0]
-        assert json_of("run", *PROMPT, "-n", "2", "--expert-memory", smallest)["expert_memory_bytes"] == int(smallest)
+        typed, smallest = re.findall(r"Ask for (\w+) \((\d+) bytes\) or more", message)[0]
+        for sufficient in (typed, smallest):
+            ran = json_of("run", *PROMPT, "-n", "2", "--expert-memory", sufficient)
+            assert ran["expert_memory_bytes"] == int(smallest)
         refusal("run", *PROMPT, "--expert-memory", str(int(smallest) - 1))
         assert json_of("inspect", BUNDLED_MODEL)["smallest_expert_memory_bytes"] == int(smallest)
 
@@ -215,6 +224,39 @@ class TestRefusals:
         message = refusal("plan", BUNDLED_MODEL, "--config", file)
         assert "line 2" in message
         assert "did you mean 'expert_memory'" in message
+
+    def test_what_only_the_command_line_takes_is_no_unknown_setting(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "settings.toml"
+        file.write_text("temperature = 0.7\n")
+        monkeypatch.setenv("EXPERTSTREAM_MAX_TOKENS", "3")
+        message = refusal("run", *PROMPT, "--config", file)
+        assert "line 1 is no setting; temperature can only be given as an option" in message
+        assert "EXPERTSTREAM_MAX_TOKENS is no setting; max_tokens can only be given as an option" in message
+
+    def test_every_option_is_a_setting_or_known_to_be_none(self) -> None:
+        options = {name for name in inspect.signature(run).parameters if name not in ("config", "as_json")}
+        settings = {attribute.name for attribute in attrs.fields(RunSettings)} | {"backend_option"}
+        assert options - settings <= COMMAND_LINE_ONLY
+        assert not settings & COMMAND_LINE_ONLY
+
+    def test_an_import_that_fails_is_said_without_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "expertstream"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "numpy", None)
+        result = call("plan", BUNDLED_MODEL)
+        assert result.exit_code == 1
+        assert result.stderr.startswith("error: unexpected ModuleNotFoundError: import of numpy halted")
+
+    def test_a_device_without_memory_is_told_of_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refusing(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+        monkeypatch.setattr("expertstream_cpu.mmap.mmap", refusing)
+        result = call("run", *PROMPT, "-n", "1", "--expert-memory", "25%")
+        assert result.exit_code == 1
+        assert result.stderr.count("Cannot allocate memory") == 1
 
     def test_a_plan_that_does_not_fit_shows_the_sum(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from expertstream import AvailableMemory
@@ -279,7 +321,16 @@ class TestInspect:
         assert record["cannot_run_because"] is None
         assert record["no_text_because"] is None
         assert record["architecture"] == "qwen3moe"
-        assert str(BUNDLED_MODEL.name) in call("inspect", BUNDLED_MODEL).stdout.replace("\n", "")
+        lines = call("inspect", BUNDLED_MODEL).stdout.splitlines()
+        assert lines[0] == f"file{' ' * 20}{BUNDLED_MODEL}", "no line for a pipe is wrapped or padded"
+        assert not any(line.endswith(" ") for line in lines)
+
+    def test_without_a_model_it_is_the_bundled_one(self) -> None:
+        for command in ("inspect", "plan"):
+            result = call(command)
+            assert result.exit_code == 0
+            assert "model: the bundled one" in result.stderr
+            assert "slot" in result.stdout
 
 
 class TestPlan:
@@ -291,8 +342,24 @@ class TestPlan:
 
     def test_the_table_has_every_addend(self) -> None:
         shown = call("plan", BUNDLED_MODEL, "--context", "100").stdout
-        for row in ("resident weights", "KV cache of 100 tokens", "workspace", "slots of", "total", "available"):
+        for row in (
+            "resident weights",
+            "KV cache of 100 tokens",
+            "workspace",
+            "slots for layers",
+            "total",
+            "available",
+        ):
             assert row in shown
+
+    def test_what_python_itself_takes_is_told_beside_the_total(self) -> None:
+        planned = json_of("plan", BUNDLED_MODEL)
+        assert planned["interpreter_bytes"] > 1 << 20
+        assert "Python and its libraries         about " in call("plan", BUNDLED_MODEL).stdout
+
+    def test_why_a_quarter_is_less_than_a_quarter_of_the_slots_is_shown(self) -> None:
+        shown = call("plan", BUNDLED_MODEL, "--expert-memory", "25%").stdout
+        assert "(122880 bytes), in whole pages, for an expert of 110592 bytes\n" in shown
 
 
 def test_backends_lists_the_installed_ones() -> None:
@@ -310,7 +377,13 @@ def test_the_version_is_that_of_the_distribution() -> None:
 def test_every_setting_that_help_calls_a_default_is_the_default() -> None:
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", call("run", "--help").stdout).split())
     defaults = {attribute.name: attribute.default for attribute in attrs.fields(RunSettings)}
-    for name in ("backend", "policy", "half_life_tokens", "filler_threads", "io_mode"):
+    assert defaults["half_life_tokens"] is None, "the policy's own"
+    assert "By default 16." in shown
+    for name in ("backend", "policy", "filler_threads", "io_mode"):
         assert f"By default {defaults[name]}" in shown, name
+    sampling = {attribute.name: attribute.default for attribute in attrs.fields(SamplingSettings)}
+    for name, is_off in (("temperature", ":"), ("top_k", ","), ("top_p", ","), ("min_p", ","), ("repeat_penalty", ",")):
+        assert f"By default {sampling[name]:g}{is_off}" in shown, name
+    assert "<bool>" not in shown.replace("--help <bool>", ""), "a flag takes no value"
     for name in policy_names():
         assert name in shown

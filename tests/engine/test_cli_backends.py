@@ -19,7 +19,7 @@ from typer.testing import CliRunner, Result
 import expertstream_cpu
 from expertstream import BackendUnavailable, hookimpl
 from expertstream_engine import BUNDLED_MODEL
-from expertstream_engine.cli import app
+from expertstream_engine.cli.commands import app
 
 
 @frozen
@@ -88,7 +88,7 @@ def test_the_listing_shows_everything_of_each_and_no_broken_one_hides_another() 
     ]
     table = " ".join(call("backends").stdout.split())
     assert "absent no driver is loaded" in table
-    assert "tunable.device int 0" in table
+    assert "tunable.device 0 int" in table
 
 
 def test_options_for_the_listing_come_from_option_and_file(configured: list[Options], tmp_path: Path) -> None:

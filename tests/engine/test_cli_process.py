@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -32,28 +33,127 @@ def test_json_is_all_of_stdout_and_stderr_has_no_report() -> None:
     assert "tokens/s" not in err
 
 
-def test_text_comes_while_it_is_generated_and_ctrl_c_ends_it_with_a_report() -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "interrupted by SIGTERM"),
+        (signal.SIGHUP, 129, "interrupted by SIGHUP"),
+    ],
+)
+def test_text_comes_while_it_is_generated_and_a_signal_ends_it_with_a_report(
+    number: signal.Signals, code: int, word: str
+) -> None:
     process = start(ENDLESS)
     assert process.stdout is not None
     first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     rest, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130
+    assert process.returncode == code
     assert len(first) == 1
-    assert err.endswith("interrupted\n")
+    assert err.endswith(f"\n{word}\n")
     assert "Traceback" not in err
-    assert int(re.findall(r"tokens generated: (\d+), ended by interruption", err)[0]) < 500
+    assert int(re.findall(r"(\d+) tokens? generated, ended by interruption\n", err)[0]) < 500
     assert rest.endswith("\n")
 
 
-def test_ctrl_c_with_json_leaves_stdout_empty() -> None:
-    process = start((*ENDLESS, "--json", "--verbose"))
-    assert process.stderr is not None
-    assert any("slot_store_allocated" in line for line in process.stderr)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, out) == (130, "")
-    assert "interrupted" in err
+INTERRUPTED_RUN = """
+import os, signal, sys
+from expertstream_engine import model
+from expertstream_engine.cli import main
+
+calls, interrupted_at = [], int(sys.argv[1])
+
+def route(self, block, *arguments):
+    calls.append(block)
+    if len(calls) == interrupted_at:
+        os.kill(os.getpid(), signal.SIGINT)
+    return real_route(self, block, *arguments)
+
+real_route, model.MoeModel._route = model.MoeModel._route, route
+sys.argv[1:] = sys.argv[2:]
+main()
+"""
+
+
+@pytest.mark.parametrize(("layer_step", "token_count", "decode_passes"), [(3, 0, 0), (4 * 3 + 2, 3, 2)])
+def test_ctrl_c_with_json_prints_the_object_so_far(layer_step: int, token_count: int, decode_passes: int) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_RUN, str(layer_step), *ENDLESS, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 130, ended.stderr
+    assert ended.stderr.endswith("interrupted\n")
+    record = json.loads(ended.stdout)
+    assert record["finish"] == "interrupted"
+    assert (len(record["tokens"]), record["decode_passes"]) == (token_count, decode_passes)
+    assert record["prefill"]["steps"] + record["decode"]["steps"] == layer_step - 1
+    assert record["expert_bytes_read"] > 0
+    assert record["prefill_seconds"] > 0, "also of a phase that was broken off"
+
+
+def test_ctrl_c_before_the_prompt_leaves_stdout_empty() -> None:
+    interrupted_start = """
+import os, signal, sys
+from expertstream_engine import session
+from expertstream_engine.cli import main
+
+session.load_resident = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+main()
+"""
+    command = [sys.executable, "-c", interrupted_start, *ENDLESS, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (ended.returncode, ended.stdout) == (130, "")
+    assert ended.stderr.endswith("interrupted\n")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("module", ["rich.console", "typer", "numba", "expertstream_engine.demand"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_modules_are_imported_ends_it_with_one_line(
+    module: str, number: signal.Signals, code: int
+) -> None:
+    interrupted_import = f"""
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {int(number)})
+
+from expertstream_engine.cli import main
+sys.meta_path.insert(0, Finder())
+main()
+"""
+    command = [sys.executable, "-c", interrupted_import, *ENDLESS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert re.fullmatch(r"interrupted( by SIGTERM)?\n", ended.stderr)
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored() -> None:
+    process = subprocess.Popen(
+        ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *COMMAND, *ENDLESS, "-n", "40"],
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGHUP)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert "40 tokens generated" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    "arguments", [("inspect",), ("backends", "--json"), ("run", "-p", "a", "-n", "2"), ("plan", "--json")]
+)
+def test_a_full_disk_behind_stdout_is_named(arguments: Sequence[str]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("error: standard output cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("arguments", [ENDLESS, ("backends",)])
@@ -91,7 +191,7 @@ def test_bad_input_ends_with_2_and_one_message() -> None:
 def test_help_waits_for_no_heavy_module() -> None:
     program = (
         "import sys\n"
-        "from expertstream_engine.cli import app\n"
+        "from expertstream_engine.cli.commands import app\n"
         "try:\n    app(['run', '--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'numpy', 'numba', 'gguf', 'tokenizers', 'expertstream'} & sys.modules.keys()\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)\n"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
+import termios
 import threading
 
 import pytest
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from expertstream_engine.cli import screen as screen_module
-from expertstream_engine.cli.consoles import printable
+from expertstream_engine.cli.consoles import printable, table_lines
 from expertstream_engine.cli.screen import Screen, rows_of
 
 SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -95,29 +98,153 @@ def test_a_terminal_that_moves_no_cursor_gets_the_text_alone() -> None:
     assert on_a_terminal(program, "dumb") == "one two\r\n"
 
 
-@pytest.mark.parametrize(("after_s", "told"), [(0.0, "compiling kernel Q4_K ...\n"), (3600.0, "")])
-def test_without_a_status_only_a_slow_compilation_is_told_of(
-    after_s: float, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(screen_module, "_TELL_AFTER_S", after_s)
-    with Screen(shows_text=True) as screen:
-        screen.progress("kernel Q4_K", 0, 0)
-        if told:
-            for thread in threading.enumerate():
-                if isinstance(thread, threading.Timer):
-                    thread.join()
-    assert capsys.readouterr() == ("", told)
-
-
-def test_without_a_status_loading_is_told_of_at_times(
+def test_without_a_terminal_the_status_is_told_until_there_is_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = iter([0.0, 0.5, 1.5, 2.0, 2.6])
-    monkeypatch.setattr(screen_module, "monotonic", lambda: next(now))
+    monkeypatch.setattr(screen_module, "_TELL_EVERY_S", 0.001)
+    asked, told = threading.Semaphore(0), []
+
+    def reading() -> str:
+        asked.release()
+        return "reading the prompt: layer 1 of 2"
+
     with Screen(shows_text=True) as screen:
-        for done in range(1, 6):
-            screen.progress("weights", done << 30, 5 << 30)
-    assert capsys.readouterr().err == "loading weights: 60 % of 5.00 GiB\nloading weights: 100 % of 5.00 GiB\n"
+        screen.status(reading)
+        for _ in range(3):
+            assert asked.acquire(timeout=60)
+        screen.end_telling()
+        screen.status(lambda: told.append("later") or "later")
+        screen.text("text")
+    assert capsys.readouterr() == ("text\n", "reading the prompt: layer 1 of 2\n"), "once, as it did not change"
+    assert told == []
+
+
+def test_what_ends_within_a_moment_is_not_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screen_module, "_TELL_EVERY_S", 3600.0)
+    with Screen(shows_text=True) as screen:
+        screen.progress("kernel Q4_K", 0, 0)
+        screen.progress("weights", 1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("progress", "line"),
+    [
+        (("kernel Q4_K", 0, 0), "preparing kernel Q4_K ..."),  # it may come from the cache
+        (("slots", 0, 3 << 30), "allocating 3.00 GiB of slots ..."),
+        (("weights", 3 << 30, 5 << 30), "loading weights: 60 % of 5.00 GiB"),
+    ],
+)
+def test_progress_says_what_is_done(
+    progress: tuple[str, int, int], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screen_module, "_TELL_EVERY_S", 0.001)
+    said = threading.Event()
+    real_say = screen_module.say
+
+    def say(message: str) -> None:
+        real_say(message)
+        said.set()
+
+    monkeypatch.setattr(screen_module, "say", say)
+    with Screen(shows_text=False) as screen:
+        screen.progress(*progress)
+        assert said.wait(60)
+    assert line in capsys.readouterr().err.splitlines()
+
+
+def test_the_prompt_is_echoed_dimly_before_its_continuation_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program = (
+        "from expertstream_engine.cli.screen import Screen\n"
+        "with Screen(shows_text=True) as screen:\n"
+        "    screen.echo('In the\\nbeginning')\n"
+        "    screen.text(' God\\n')\n"
+    )
+    shown = on_a_terminal(program)
+    assert re.search(r"\x1b\[2mIn the\x1b\[0m\s+(\x1b\[2K)?\x1b\[2mbeginning\x1b\[0m God\r\n", shown)
+    assert on_a_terminal(program, "dumb") == "In the\r\nbeginning God\r\n"
+    with Screen(shows_text=True) as screen:
+        screen.echo("In the beginning")
+        screen.text(" God")
+    assert capsys.readouterr().out == " God\n"
+
+
+def test_a_slow_start_is_told_of_on_a_terminal_and_taken_back() -> None:
+    program = (
+        "import threading\n"
+        "from expertstream_engine.cli import consoles\n"
+        "consoles._START_IS_SLOW_AFTER_S = {after_s}\n"
+        "with consoles.starting():\n"
+        "    if {waits}:\n"
+        "        [thread.join() for thread in threading.enumerate() if isinstance(thread, threading.Timer)]\n"
+        "print('ready')\n"
+    )
+    assert on_a_terminal(program.format(after_s=0.0, waits=True)) == "starting ...\r\x1b[Kready\r\n"
+    assert on_a_terminal(program.format(after_s=3600.0, waits=False)) == "ready\r\n"
+    assert on_a_terminal(program.format(after_s=0.0, waits=True), "dumb") == "ready\r\n"
+
+
+def test_a_terminal_gets_tables_in_its_width_with_paths_whole() -> None:
+    path = "/models/" + "x" * 70 + ".gguf"
+    lines = table_lines(("", ""), [("file", path), ("note", "many words " * 10)], width=40)
+    assert lines[0] == f"file  {path}", "for who copies it"
+    assert all(len(line) <= 40 for line in lines[1:])
+    assert all(line.startswith(" " * 6) for line in lines[2:])
+    assert table_lines(("", ""), [("note", "many words " * 10)]) == ["note  " + ("many words " * 10).rstrip()]
+
+
+def test_a_message_on_a_terminal_keeps_a_path_in_one_piece() -> None:
+    path = "/models/" + "x" * 70 + ".gguf"
+    shown = on_a_terminal(f"from expertstream_engine.cli.consoles import say\nsay('error: there is no ' + {path!r})")
+    assert path in shown
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_leaves_the_terminal_with_its_cursor(number: signal.Signals, code: int) -> None:
+    program = (
+        "import os\n"
+        "from expertstream_engine.cli.commands import app\n"
+        "from expertstream_engine.cli import main, screen\n"
+        "real = screen.Screen.text\n"
+        f"screen.Screen.text = lambda self, piece: (real(self, piece), os.kill(os.getpid(), {int(number)}))\n"
+        "import sys\n"
+        "sys.argv[1:] = ['run', '--token-ids', '5,6', '-n', '4']\n"
+        f"try:\n    main()\nexcept SystemExit as ended:\n    assert ended.code == {code}, ended.code\n"
+    )
+    shown = on_a_terminal(program)
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+    assert "1 token generated, ended by interruption" in shown
+    assert shown.endswith(f"interrupted by {number.name}\r\n")
+
+
+def test_a_terminal_that_is_gone_ends_a_run_quietly() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-c", "from expertstream_engine.cli import main; main()"]
+    arguments = ["run", "--token-ids", "5,6,7", "--ignore-eos", "-n", "500", "--expert-memory", "532480"]
+    with subprocess.Popen(
+        [*command, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=_own_terminal,
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        while b"/500 tokens" not in shown:
+            chunk = _read(ours)
+            assert chunk, shown
+            shown += chunk
+        os.close(ours)
+        assert process.wait(timeout=120) == 129
+
+
+def _own_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def on_a_terminal(program: str, kind: str = "xterm") -> str:

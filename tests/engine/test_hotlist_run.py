@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from expertstream import MemoryRequest
 from expertstream_engine import BUNDLED_MODEL, Model, RunSettings
-from expertstream_engine.cli import app
+from expertstream_engine.cli.commands import app
 from expertstream_engine.demand import plan_run
 
 

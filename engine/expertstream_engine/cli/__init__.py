@@ -10,7 +10,7 @@ import os
 import sys
 from io import TextIOWrapper
 
-from expertstream_engine.cli.signals import Ended, raise_on_signals
+from expertstream_engine.cli.signals import ended, raise_on_signals
 
 __all__ = ["main"]
 
@@ -23,9 +23,11 @@ def main() -> None:
         from expertstream_engine.cli.commands import app
 
         app()
-    except Ended as ended:
-        print(ended, file=sys.stderr)
-        sys.exit(ended.exit_code)
+    except (KeyboardInterrupt, SystemExit):  # the parser of the command line makes an exit of an interrupt
+        if (by_signal := ended()) is None:
+            raise
+        print(by_signal, file=sys.stderr)
+        sys.exit(by_signal.exit_code)
 
 
 def _prepare_streams() -> None:

@@ -27,9 +27,7 @@ def backends(
     if as_json:
         print_json([_record(status) for status in statuses])
         return
-    print_table(
-        ("backend", "usable", "device", "memory", "host memory", "from"), [_row(status) for status in statuses]
-    )
+    print_table(("backend", "usable", "device", "memory", "host memory", "from"), [_row(status) for status in statuses])
     if problems := [(status.offer.name, status.problem) for status in statuses if status.problem is not None]:
         put("\n")
         print_table(("not usable", "because"), problems)

@@ -41,7 +41,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def _options_of_all_commands(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", metavar="", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None: ...
 

@@ -13,7 +13,6 @@ import typer
 
 from expertstream_engine.cli.consoles import OutputFailed, say
 from expertstream_engine.cli.logs import configure_log
-from expertstream_engine.cli.signals import Ended
 
 FAILED, BAD_INPUT, READER_GONE = 1, 2, 141
 """Exit codes; the last one is what a shell reports for a process that SIGPIPE ended."""
@@ -22,7 +21,7 @@ P = ParamSpec("P")
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """The command with its errors turned into messages and exit codes.
+    """The command with its errors turned into messages and exit codes; what a signal ends is left to `main`.
 
     It also obeys the options `verbose` and `debug` of the command, which need not look at them.
     """
@@ -35,10 +34,6 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except BrokenPipeError:
             _drop(sys.stdout, sys.stderr)
             raise typer.Exit(READER_GONE) from None
-        except KeyboardInterrupt as interrupt:
-            ended = interrupt if isinstance(interrupt, Ended) else Ended()
-            say(str(ended))
-            raise typer.Exit(ended.exit_code) from None
         except OutputFailed as error:
             _drop(sys.stdout)
             say(f"error: {error}")

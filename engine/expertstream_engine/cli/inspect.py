@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from expertstream_engine.cli.consoles import print_json, print_table
+from expertstream_engine.cli.consoles import print_json, print_table, put, starting
 from expertstream_engine.cli.errors import guarded
-from expertstream_engine.cli.options import AsJson, Debug, ModelArgument
+from expertstream_engine.cli.options import AsJson, Debug, ModelArgument, model_from
 
 if TYPE_CHECKING:
     from expertstream import Checkpoint
 
 
 @guarded
-def inspect(model: ModelArgument, as_json: AsJson = False, debug: Debug = False) -> None:
+def inspect(model: ModelArgument = None, as_json: AsJson = False, debug: Debug = False) -> None:
     """Show a model's experts: how many, how large, how quantized; what stays resident; and whether it can be run."""
-    from expertstream import open_checkpoint
+    with starting():
+        from expertstream import open_checkpoint
 
-    record = _record(open_checkpoint(model))
+        record = _record(open_checkpoint(model_from(model)))
     if as_json:
         print_json(record)
     else:
@@ -94,7 +95,7 @@ def _print(record: dict[str, Any]) -> None:
             ("smallest expert memory", _amount(record["smallest_expert_memory_bytes"])),
         ],
     )
-    print()
+    put("\n")
     alike = groupby(
         record["layers"], key=lambda layer: (layer["quantization"], layer["expert_count"], layer["expert_bytes"])
     )
@@ -110,7 +111,7 @@ def _print(record: dict[str, Any]) -> None:
             for (kinds, count, size), layers in alike
         ],
     )
-    print()
+    put("\n")
     print_table(
         ("size class of layers", "experts", "one slot"),
         [

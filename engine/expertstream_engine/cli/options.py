@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from expertstream_engine.cli.consoles import say
+
 if TYPE_CHECKING:
     from expertstream_engine.settings import RunSettings
 
 _MEMORY, _STREAMING, _OUTPUT = "Memory", "Streaming", "Output"
 
 ModelArgument = Annotated[
-    Path,
-    typer.Argument(metavar="MODEL", help="A GGUF file, any shard of a split one, or the folder it lies in."),
+    Path | None,
+    typer.Argument(
+        metavar="MODEL",
+        show_default=False,
+        help="A GGUF file, any shard of a split one, or the folder it lies in. [dim]By default the small bundled"
+        " model.[/]",
+    ),
 ]
 ExpertMemory = Annotated[
     str | None,
@@ -92,22 +99,41 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help='A TOML file of settings, named as the options: expert_memory = "8GiB".'
-        " EXPERTSTREAM_* variables go before it, options before both.",
+        help='A TOML file of the options for memory and streaming: expert_memory = "8GiB".'
+        " EXPERTSTREAM_* variables go before it, options before both. What to generate is said by options alone.",
     ),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", rich_help_panel=_OUTPUT, help="Print one JSON document on stdout, nothing else.")
+    bool,
+    typer.Option(
+        "--json", metavar="", rich_help_panel=_OUTPUT, help="Print one JSON document on stdout, nothing else."
+    ),
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", rich_help_panel=_OUTPUT, help="Log on stderr what was decided and allocated.")
+    bool,
+    typer.Option(
+        "--verbose", metavar="", rich_help_panel=_OUTPUT, help="Log on stderr what was decided and allocated."
+    ),
 ]
-Debug = Annotated[bool, typer.Option("--debug", rich_help_panel=_OUTPUT, help="Show the traceback of an error.")]
+Debug = Annotated[
+    bool, typer.Option("--debug", metavar="", rich_help_panel=_OUTPUT, help="Show the traceback of an error.")
+]
 
 
 def settings_from(config: Path | None, **options: object) -> RunSettings:
     """Settings from defaults, the file `config`, EXPERTSTREAM_* variables and the options that are not None."""
     from expertstream import load_settings
-    from expertstream_engine.settings import RunSettings
+    from expertstream_engine.settings import COMMAND_LINE_ONLY, RunSettings
 
-    return load_settings(RunSettings, file=config, environ=os.environ, overrides=options)
+    return load_settings(
+        RunSettings, file=config, environ=os.environ, overrides=options, options_only=COMMAND_LINE_ONLY
+    )
+
+
+def model_from(model: Path | None) -> Path:
+    """The model given, or the bundled one, saying so."""
+    from expertstream_engine.session import BUNDLED_MODEL
+
+    if model is None:
+        say("model: the bundled one of 15 million parameters, as none was given")
+    return model or BUNDLED_MODEL

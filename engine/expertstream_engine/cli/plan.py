@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from expertstream_engine.cli.consoles import print_json, print_table, say
+from expertstream_engine.cli.consoles import print_json, print_table, say, starting
 from expertstream_engine.cli.errors import guarded
 from expertstream_engine.cli.options import (
     AsJson,
@@ -16,13 +16,14 @@ from expertstream_engine.cli.options import (
     Policy,
     Threads,
     Verbose,
+    model_from,
     settings_from,
 )
 
 
 @guarded
 def plan(
-    model: ModelArgument,
+    model: ModelArgument = None,
     expert_memory: ExpertMemory = None,
     context: Context = None,
     backend: BackendName = None,
@@ -35,22 +36,36 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Show what a run would take of this machine's memory, or why it would be refused; reads only the file's header."""
-    settings = settings_from(
-        config,
-        expert_memory=expert_memory,
-        context=context,
-        backend=backend,
-        backends=backend_option,
-        policy=policy,
-        threads=threads,
-    )
-    from expertstream_engine.demand import plan_run
+    with starting():
+        settings = settings_from(
+            config,
+            expert_memory=expert_memory,
+            context=context,
+            backend=backend,
+            backends=backend_option,
+            policy=policy,
+            threads=threads,
+        )
+        from expertstream import format_bytes
+        from expertstream_engine.demand import plan_run
+        from expertstream_engine.report import rss_bytes
 
-    run = plan_run(model, settings)
+        run = plan_run(model_from(model), settings)
     backend_name, planned = run.backend.name, run.plan
+    # What a run has in use when it has come this far; the kernels' code comes on top.
+    interpreter_bytes = rss_bytes()
     if as_json:
-        print_json({"backend": backend_name, "policy": settings.policy} | planned.to_json())
+        of_run = {"backend": backend_name, "policy": settings.policy, "interpreter_bytes": interpreter_bytes}
+        print_json(of_run | planned.to_json())
         return
-    print_table(("", ""), [("backend", backend_name), ("policy", settings.policy), *planned.as_table()])
+    print_table(
+        ("", ""),
+        [
+            ("backend", backend_name),
+            ("policy", settings.policy),
+            *planned.as_table(),
+            ("Python and its libraries", f"about {format_bytes(interpreter_bytes)}, beside the total"),
+        ],
+    )
     for note in planned.notes:
         say(f"note: {note}")

@@ -10,18 +10,21 @@ from expertstream_engine.cli.consoles import say
 if TYPE_CHECKING:
     from expertstream_engine.prompts import Prompts
 
-BUNDLED_PROMPT = "And it came to pass in those days, that"
+BUNDLED_PROMPT = "The LORD is my shepherd;"
 """In the style of what the bundled model was trained on."""
 
 
-def prompt_tokens(prompts: Prompts, text: str | None, token_ids: str | None, *, bundled: bool) -> list[int]:
-    """The prompt as token ids, those of `token_ids` as they are. Raises ConfigError where there is none, or two."""
+def read_prompt(prompts: Prompts, text: str | None, token_ids: str | None, *, bundled: bool) -> tuple[str, list[int]]:
+    """The prompt as text, empty for one of `token_ids`, and as token ids, those of `token_ids` as they are.
+
+    Raises ConfigError where there is none, or two.
+    """
     from expertstream import ConfigError
 
     if text is not None and token_ids is not None:
         raise ConfigError("-p and --token-ids are two prompts; give one of them")
     if token_ids is not None:
-        return [_token_id(item) for item in token_ids.split(",")]
+        return "", [_token_id(item) for item in token_ids.split(",")]
     if text is None:
         text = _from_standard_input()
         if not text and bundled:
@@ -33,7 +36,7 @@ def prompt_tokens(prompts: Prompts, text: str | None, token_ids: str | None, *, 
         text.encode()
     except UnicodeEncodeError as error:  # an argument's bytes that are not UTF-8 arrive as lone surrogates
         raise ConfigError(f"the prompt is not UTF-8 at character {error.start}") from error
-    return prompts.encode(text)
+    return text, prompts.encode(text)
 
 
 def _from_standard_input() -> str:

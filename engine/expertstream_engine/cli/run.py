@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from expertstream_engine.cli.consoles import print_json, say
+from expertstream_engine.cli.consoles import counted, print_json, say, starting
 from expertstream_engine.cli.errors import guarded
 from expertstream_engine.cli.options import (
     AsJson,
@@ -20,12 +20,14 @@ from expertstream_engine.cli.options import (
     FillerThreads,
     HalfLifeTokens,
     IoMode,
+    ModelArgument,
     Policy,
     Threads,
     Verbose,
+    model_from,
     settings_from,
 )
-from expertstream_engine.cli.prompt import prompt_tokens
+from expertstream_engine.cli.prompt import read_prompt
 
 if TYPE_CHECKING:
     from expertstream_engine.cli.screen import Screen
@@ -38,14 +40,7 @@ _GENERATION, _STREAMING = "Generation", "Streaming"
 
 @guarded
 def run(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="MODEL",
-            show_default=False,
-            help="A GGUF file, any shard of a split one, or the folder it lies in; without it the small bundled model.",
-        ),
-    ] = None,
+    model: ModelArgument = None,
     prompt: Annotated[
         str | None,
         typer.Option(
@@ -71,31 +66,59 @@ def run(
         ),
     ] = None,
     temperature: Annotated[
-        float, typer.Option(metavar="T", rich_help_panel=_GENERATION, help="0 always takes the most likely token.")
+        float,
+        typer.Option(
+            metavar="T",
+            show_default=False,
+            rich_help_panel=_GENERATION,
+            help="How freely to draw. [dim]By default 0: always the most likely token.[/]",
+        ),
     ] = 0.0,
     top_k: Annotated[
-        int, typer.Option(metavar="N", rich_help_panel=_GENERATION, help="Draw from the N most likely; 0 is off.")
+        int,
+        typer.Option(
+            metavar="N",
+            show_default=False,
+            rich_help_panel=_GENERATION,
+            help="Draw from the N most likely. [dim]By default 0, which is off.[/]",
+        ),
     ] = 0,
     top_p: Annotated[
         float,
-        typer.Option(metavar="P", rich_help_panel=_GENERATION, help="Draw from the fewest that hold P; 1 is off."),
+        typer.Option(
+            metavar="P",
+            show_default=False,
+            rich_help_panel=_GENERATION,
+            help="Draw from the fewest that hold P of the probability. [dim]By default 1, which is off.[/]",
+        ),
     ] = 1.0,
     min_p: Annotated[
         float,
         typer.Option(
-            metavar="P", rich_help_panel=_GENERATION, help="Draw from those at least P times as likely as the best."
+            metavar="P",
+            show_default=False,
+            rich_help_panel=_GENERATION,
+            help="Draw from those at least P times as likely as the best. [dim]By default 0, which is off.[/]",
         ),
     ] = 0.0,
     repeat_penalty: Annotated[
         float,
-        typer.Option(metavar="R", rich_help_panel=_GENERATION, help="Make recent tokens less likely; 1 is off."),
+        typer.Option(
+            metavar="R",
+            show_default=False,
+            rich_help_panel=_GENERATION,
+            help="Make recent tokens less likely. [dim]By default 1, which is off.[/]",
+        ),
     ] = 1.0,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", rich_help_panel=_GENERATION, help="Repeat the draws of a run with this seed."),
+        typer.Option(metavar="N", rich_help_panel=_GENERATION, help="Repeat the draws of the run that told this seed."),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", rich_help_panel=_GENERATION, help="Go on after an end-of-sequence token.")
+        bool,
+        typer.Option(
+            "--ignore-eos", metavar="", rich_help_panel=_GENERATION, help="Go on after an end-of-sequence token."
+        ),
     ] = False,
     expert_memory: ExpertMemory = None,
     context: Context = None,
@@ -125,35 +148,34 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Generate text: it appears as it is computed, with a live status, and a report at the end."""
-    settings = settings_from(
-        config,
-        backend=backend,
-        backends=backend_option,
-        expert_memory=expert_memory,
-        policy=policy,
-        context=context,
-        threads=threads,
-        io_mode=io_mode,
-        filler_threads=filler_threads,
-        half_life_tokens=half_life_tokens,
-        hotlist=hotlist,
-    )
-    from expertstream import refuse_unwritable
-    from expertstream_engine.cli.screen import Screen
-    from expertstream_engine.cli.summary import print_report
-    from expertstream_engine.demand import plan_run
-    from expertstream_engine.prompts import Prompts
-    from expertstream_engine.sampling import SamplingSettings
-    from expertstream_engine.session import BUNDLED_MODEL, Model
+    with starting():
+        settings = settings_from(
+            config,
+            backend=backend,
+            backends=backend_option,
+            expert_memory=expert_memory,
+            policy=policy,
+            context=context,
+            threads=threads,
+            io_mode=io_mode,
+            filler_threads=filler_threads,
+            half_life_tokens=half_life_tokens,
+            hotlist=hotlist,
+        )
+        from expertstream import refuse_unwritable
+        from expertstream_engine.cli.screen import Screen
+        from expertstream_engine.cli.summary import print_report
+        from expertstream_engine.demand import plan_run
+        from expertstream_engine.prompts import Prompts
+        from expertstream_engine.sampling import SamplingSettings
+        from expertstream_engine.session import Model
 
-    if save_hotlist is not None:
-        refuse_unwritable(save_hotlist)
-    sampling = SamplingSettings(temperature, top_k, top_p, min_p, repeat_penalty, seed=seed)
-    if model is None:
-        say("model: the bundled one of 15 million parameters, as none was given")
-    planned = plan_run(model or BUNDLED_MODEL, settings)
-    prompts = Prompts(planned.checkpoint, planned.plan.demand.context_tokens)
-    tokens = prompt_tokens(prompts, prompt, token_ids, bundled=model is None)
+        if save_hotlist is not None:
+            refuse_unwritable(save_hotlist)
+        sampling = SamplingSettings(temperature, top_k, top_p, min_p, repeat_penalty, seed=seed)
+        planned = plan_run(model_from(model), settings)
+        prompts = Prompts(planned.checkpoint, planned.shape, planned.plan.demand.context_tokens)
+    text, tokens = read_prompt(prompts, prompt, token_ids, bundled=model is None)
     wanted = _max_tokens(max_tokens, len(tokens), prompts.context_tokens)
     prompts.check(tokens, wanted)
     if prompts.tokenizer is None:
@@ -161,9 +183,16 @@ def run(
     for note in planned.plan.notes:
         say(f"note: {note}")
 
+    def report(generation: Generation) -> None:
+        if as_json:
+            print_json(generation.report.to_json())
+        else:
+            print_report(generation.report, sampled=temperature > 0)
+
     generation: Generation | None = None
     try:
         with Screen(shows_text=not as_json) as screen, Model(planned, settings, screen.progress, prompts) as loaded:
+            screen.echo(text)
             generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
             try:
                 _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
@@ -171,22 +200,20 @@ def run(
                 if save_hotlist is not None and generation.tokens:
                     loaded.save_hotlist(save_hotlist)
     except KeyboardInterrupt:
-        if generation is not None and not as_json:
-            print_report(generation.report, sampled=temperature > 0)
+        if generation is not None:
+            report(generation)
         raise
-    if as_json:
-        print_json(generation.report.to_json())
-    else:
-        print_report(generation.report, sampled=temperature > 0)
+    report(generation)
 
 
 def _show(generation: Generation, screen: Screen, max_tokens: int, *, as_text: bool) -> None:
     """Run the generation to its end, piece by piece onto the screen."""
-    from expertstream_engine.cli.summary import status_line
+    from expertstream_engine.cli.summary import prompt_line, status_line
 
-    screen.status(lambda: f"reading the prompt of {len(generation.prompt_tokens)} tokens ...")
+    screen.status(lambda: prompt_line(generation.report, generation.prefill_steps))
     for piece in generation:
         if len(generation.tokens) == 1:
+            screen.end_telling()
             screen.status(lambda: status_line(generation.report, max_tokens))
         screen.text(piece if as_text else f"{generation.tokens[-1]} ")
 
@@ -199,5 +226,5 @@ def _max_tokens(asked: int | None, prompt_length: int, context_tokens: int) -> i
     if left < 1:
         return 1  # to be refused
     if left < DEFAULT_MAX_TOKENS:
-        say(f"note: at most {left} tokens are generated: the context of {context_tokens} holds no more")
+        say(f"note: at most {counted(left, 'token')} will be generated: the context of {context_tokens} holds no more")
     return min(left, DEFAULT_MAX_TOKENS)

@@ -11,7 +11,7 @@ from types import FrameType
 class Ended(KeyboardInterrupt):
     """A signal asked the process to end. As text it is what to say last; `exit_code` is what a shell reports for it."""
 
-    def __init__(self, number: int = signal.SIGINT) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__("interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}")
         self.exit_code = 128 + number
 
@@ -23,12 +23,22 @@ def raise_on_signals() -> None:
             signal.signal(number, _end)
 
 
+def ended() -> Ended | None:
+    """The last of the signals that came, None before the first."""
+    return _ended
+
+
+_ended: Ended | None = None
+
+
 def _end(number: int, _: FrameType | None) -> None:
+    global _ended
+    _ended = Ended(number)
     if number != signal.SIGINT:
         signal.signal(number, signal.SIG_IGN)  # it often comes twice, and must not break off the tidying up
     if number == signal.SIGHUP:
         _leave_gone_terminal()
-    raise Ended(number)
+    raise _ended
 
 
 def _leave_gone_terminal() -> None:

@@ -35,9 +35,10 @@ def print_report(report: GenerationReport, *, sampled: bool) -> None:
 
     With `sampled` it tells the seed that repeats the run.
     """
+    was_read = bool(report.tokens)  # else it was interrupted in the middle of the prompt
     rows = [("", "tokens", "seconds", "tokens/s", "hit rate", "experts read per token")]
     for phase, counters, tokens, seconds in (
-        ("prefill", report.prefill, len(report.prompt_tokens), report.prefill_seconds),
+        ("prefill", report.prefill, len(report.prompt_tokens) if was_read else 0, report.prefill_seconds),
         ("decode", report.decode, report.decode_passes, report.decode_seconds),
     ):
         rows.append(
@@ -45,25 +46,27 @@ def print_report(report: GenerationReport, *, sampled: bool) -> None:
                 phase,
                 str(tokens),
                 f"{seconds:.2f}",
-                f"{tokens / seconds:.1f}" if seconds else "-",
+                f"{tokens / seconds:.1f}" if tokens and seconds else "-",
                 _percent(counters.hit_rate),
                 size_text(counters.expert_bytes_read // tokens) if tokens else "-",
             )
         )
     say("")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
-        say("  ".join([name.ljust(7), *(cell.rjust(max(len(head), 9)) for cell, head in zip(cells, rows[0][1:]))]))
+        say("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
     seed = f", seed {report.seed}" if sampled else ""
-    say(f"{counted(len(report.tokens), 'token')} generated, ended by {_ENDS[report.finish]}{seed}")
+    where = "" if was_read else ", in the middle of the prompt"
+    say(f"{counted(len(report.tokens), 'token')} generated, ended by {_ENDS[report.finish]}{where}{seed}")
     say(
         f"peak memory {size_text(report.peak_rss_bytes)}: {size_text(report.planned_bytes)} were planned, and Python"
         f" with its libraries took {size_text(report.interpreter_bytes)} before"
     )
-    slot_memory = size_text(report.expert_memory_bytes)
-    routed = size_text(report.routed_bytes)
+    slot, expert = report.expert_memory_bytes // report.slots, report.routed_bytes // report.expert_count
     say(
-        f"{counted(report.slots, 'slot')} for {report.expert_count} experts: {slot_memory} for {routed}, as slots are"
-        f" padded to whole pages; {size_text(report.resident_bytes)} resident"
+        f"{counted(report.slots, 'slot')} of about {size_text(slot)}, in whole pages, for {report.expert_count} experts"
+        f" of about {size_text(expert)}: {size_text(report.expert_memory_bytes)};"
+        f" {size_text(report.resident_bytes)} resident"
     )
     say(f"backend {report.backend}, policy {report.policy}, reads {report.io_mode}")
     if report.seeded_experts:
