@@ -6,10 +6,12 @@ else at the answer. It imports no backend but those that are tried or listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cached_property, partial
 from importlib import metadata
+from threading import Lock, RLock
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -102,13 +104,14 @@ class Backend:
     """The hooks of one backend as ordinary typed calls, each answer checked; safe from any thread.
 
     `implemented` names the hooks that the backend has itself; `options` are what it was configured with, an instance
-    of its attrs class, None where it has none.
+    of its attrs class, None where it has none. Another opening of the same backend, or a listing, changes nothing here.
     """
 
     offer: BackendOffer
     hooks: pluggy.HookRelay
     implemented: frozenset[str]
     options: attrs.AttrsInstance | None
+    _turn: _Turn = field(repr=False)
     _commit_types: set[type] = field(init=False, factory=set, repr=False)
 
     @property
@@ -170,15 +173,29 @@ class Backend:
         """As the hook of this name; None where the backend does not have it."""
         if "launch_read" not in self.implemented:
             return None
-        arguments = {"store": store, "slot": slot, "stream": stream, "after_ms": after_ms}
-        return self._answer("launch_read", Callable, **arguments)  # type: ignore[arg-type]  # isinstance of an abstract class
+        launched: Callable[[], bytes] = self.hooks.launch_read(
+            store=store, slot=slot, stream=stream, after_ms=after_ms
+        )
+        return self._checked("launch_read", Callable, launched)  # type: ignore[arg-type]  # isinstance of an abstract class
 
     @cached_property
     def _is_addressable(self) -> bool:
         return self._answer("host_memory_is_device_addressable", bool)
 
     def _answer(self, hook: str, kind: type[T], **arguments: object) -> T:
-        return self._checked(hook, kind, getattr(self.hooks, hook)(**arguments))
+        with self._configured():
+            answer = getattr(self.hooks, hook)(**arguments)
+        return self._checked(hook, kind, answer)
+
+    @contextmanager
+    def _configured(self) -> Iterator[None]:
+        """The backend goes by these options inside, whoever opened or listed it since."""
+        with self._turn.lock:
+            if self.options is not None and self._turn.of is not self:
+                self._turn.of = None  # nobody's, should this fail
+                _called(self.offer, "configure", partial(self.hooks.configure, options=self.options))
+                self._turn.of = self
+            yield
 
     def _checked(self, hook: str, kind: type[T], answer: object) -> T:
         if isinstance(answer, kind):
@@ -324,13 +341,30 @@ def _started(
     values = None
     if found.options_class is not None:
         values = _called(offer, "configure", partial(make_options, found.options_class, offer.name, for_it))
-        _called(offer, "configure", partial(manager.hook.configure, options=values))
     elif for_it:
         raise ConfigError("\n".join(f"{option.source}: backend {offer.name!r} has no options" for option in for_it))
-    backend = Backend(offer, manager.hook, found.implemented, values)
+    backend = Backend(offer, manager.hook, found.implemented, values, _turn_of(plugin))
     _called(offer, "host_memory_is_device_addressable", backend.host_memory_is_device_addressable)
     _called(offer, "describe_device", backend.describe_device)
     return backend
+
+
+class _Turn:
+    """Which opening of a plugin configured it last; under `lock` it stays so."""
+
+    def __init__(self) -> None:
+        self.lock = RLock()  # an observer may ask the backend that it observes
+        self.of: Backend | None = None
+
+
+_turns: dict[int, tuple[object, _Turn]] = {}
+"""By the plugin's id, which is its own as long as it is kept here; a plugin may be of a kind that cannot be a key."""
+_turns_lock = Lock()
+
+
+def _turn_of(plugin: object) -> _Turn:
+    with _turns_lock:
+        return _turns.setdefault(id(plugin), (plugin, _Turn()))[1]
 
 
 def _called(offer: BackendOffer, hook: str, call: Callable[[], T]) -> T:

@@ -15,7 +15,8 @@ backend leaves out, and any observers, so every hook has one answer. Three rules
 Order: `configure`, `host_memory_is_device_addressable`, `describe_device`; then for each size class
 `budget_for_expert_size`; then for each `alloc_slot_store`; then `seed_experts` and commits; `SlotStore.close` last.
 All but `commit_slot` and `launch_read` are called from one thread at a time. A backend may be opened several
-times in one process, one after the other or side by side, so what it keeps belongs to its stores, but for its options.
+times in one process, one after the other or side by side, so what it keeps belongs to its stores, but for its options:
+those are the caller's at every call but of the two, which go by their store.
 
 Lifetimes: a store lives from `alloc_slot_store` to `close`, a view as long as its store, a staging until its
 commit or discard, a Commit as long as anyone holds it, also after the slot has been filled anew.
@@ -117,9 +118,11 @@ def configure(options: object) -> None:
     """Take the options that the user set for this backend.
 
     Optional; a backend without it has no options. The annotation of `options` in the backend is an attrs class,
-    found at run time: its fields are the options, with their types, defaults and validators. Called once each time the
-    backend is opened, before any other hook, with an instance made from the user's settings; answers nothing.
-    Opened again, the backend goes by the later options in all that is asked of it from then on.
+    found at run time: its fields are the options, with their types, defaults and validators. Called each time the
+    backend is opened, before any other hook, with an instance made from the user's settings; answers nothing. Where
+    another opening or a listing was configured since, it is called again with that same instance before the next hook
+    of this one, so to keep the options last given is enough; a store keeps those that it was made with, because
+    `commit_slot`, `launch_read` and the store's own methods come without. It allocates nothing.
     Raises ConfigError for values that do not go together or that this machine cannot have.
     """
 

@@ -102,50 +102,47 @@ def lease(
     waiting = 0
     for i in range(experts.size):
         if experts[i] < 0 or experts[i] >= experts_per_layer:
-            for before in range(i):
-                if found[before] != MISS:
-                    tables.leases[slots[before]] -= 1
+            release(tables, slots[:i])
             slots[:] = -1
             return OUT_OF_RANGE
         slot = tables.slot_of[base + experts[i]]
         slots[i] = slot
-        if slot < 0:
-            found[i] = MISS
-            missing += 1
-        else:
+        if slot >= 0:
             found[i] = READY if tables.state[slot] == READABLE else UNDERWAY
             waiting += found[i] == UNDERWAY
             tables.leases[slot] += 1
             tables.turn[slot] = 0
+            continue
+        found[i] = MISS
+        for before in range(i):
+            if experts[before] == experts[i]:  # named twice: the first one loads it
+                found[i] = UNDERWAY
+        waiting += found[i] == UNDERWAY
+        missing += found[i] == MISS
     if missing == 0:
         return waiting
     victims = tables.victims[:missing]
     if victims.size < missing or _choose_victims(tables, ranks, layer, victims) < missing:
-        for i in range(experts.size):
-            if found[i] != MISS:
-                tables.leases[slots[i]] -= 1
+        release(tables, slots)
         slots[:] = -1
         return EXHAUSTED
     used = 0
     for i in range(experts.size):
-        if found[i] != MISS:
-            continue
         expert = base + experts[i]
-        if tables.slot_of[expert] >= 0:  # named twice in one step
+        if found[i] == MISS:
+            slot = victims[used]
+            used += 1
+            if tables.expert_of[slot] >= 0:
+                tables.slot_of[tables.expert_of[slot]] = -1
+            tables.expert_of[slot] = expert
+            tables.slot_of[expert] = slot
+            tables.state[slot] = LOADING
+            tables.leases[slot] = 1
+            tables.turn[slot] = 0
+            slots[i] = slot
+        elif slots[i] < 0:
             slots[i] = tables.slot_of[expert]
-            found[i] = UNDERWAY
             tables.leases[slots[i]] += 1
-            continue
-        slot = victims[used]
-        used += 1
-        if tables.expert_of[slot] >= 0:
-            tables.slot_of[tables.expert_of[slot]] = -1
-        tables.expert_of[slot] = expert
-        tables.slot_of[expert] = slot
-        tables.state[slot] = LOADING
-        tables.leases[slot] = 1
-        tables.turn[slot] = 0
-        slots[i] = slot
     return missing + waiting
 
 

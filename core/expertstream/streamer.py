@@ -7,8 +7,9 @@ backend says where slots live, the policy says which expert goes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import groupby, islice
 from operator import add, sub
 from threading import Lock
 from types import TracebackType
@@ -69,7 +70,7 @@ class Lease:
     are readable from the start; those at `pending` once `wait` has returned.
     """
 
-    __slots__ = ("_loads", "_streamer", "experts", "layer", "pending", "ready", "slots")
+    __slots__ = ("_parts", "_streamer", "_waiting", "experts", "layer", "pending", "ready", "slots")
 
     def __init__(self, streamer: ExpertStreamer, layer: int, experts: NDArray[np.int64]) -> None:
         self.layer = layer
@@ -78,7 +79,8 @@ class Lease:
         self.ready = streamer._positions[: experts.size]
         self.pending = streamer._positions[:0]
         self._streamer: ExpertStreamer | None = streamer
-        self._loads: Sequence[_Load] = ()
+        self._waiting: dict[int, _Load] = {}  # positions that are not readable, with what loads them
+        self._parts: tuple[Lease, ...] = ()
 
     def __len__(self) -> int:
         return len(self.experts)
@@ -89,18 +91,22 @@ class Lease:
         Raises the first load's error (ReadFailed, CommitFailed, ...); the other experts stay usable, and the
         lease is still to be released.
         """
-        if self._loads:
-            self._held_by()._wait(self._loads, stream)
-            self._loads = ()
+        if self._waiting:
+            self._held_by()._wait(self._waiting.values(), stream)
+            self._waiting = {position: load for position, load in self._waiting.items() if load.error is not None}
+            for load in self._waiting.values():
+                raise load.error or AssertionError("what waits has an error")
 
     def view(self, position: int) -> Mapping[str, Any]:
         """The parts of one expert by name, each (part_bytes,) uint8 with DLPack; dead after `release`.
 
-        Raises UsageError for a lease that has ended, or whose `wait` has not.
+        Raises UsageError for a lease that has ended or an expert that is pending, and the error of a load that failed.
         """
         streamer = self._held_by()
-        if self._loads:
-            raise UsageError("the experts of this lease are still being loaded: wait() first")
+        if position in self._waiting:
+            raise self._waiting[position].error or UsageError(
+                f"expert {self.experts[position]} of layer {self.layer} is still being loaded: wait() first"
+            )
         return streamer._views(self.layer, int(self.experts[position]), int(self.slots[position]))
 
     def release(self, stream: int | None = None) -> None:
@@ -109,9 +115,11 @@ class Lease:
         Without `stream` the reads have ended. With it, work launched on it so far may still read, and the slots
         are not refilled before that has ended.
         """
+        for part in self._parts:
+            part.release(stream)
         streamer, self._streamer = self._streamer, None
-        if streamer is not None:
-            streamer._release(self.slots, stream)
+        if streamer is not None and not self._parts:
+            streamer._release(self, stream)
 
     def __enter__(self) -> Self:
         return self
@@ -130,13 +138,14 @@ class Lease:
 class _Load:
     """An expert on its way into a slot. It ends once, under the streamer's lock, by whoever finds it over first."""
 
-    __slots__ = ("error", "expert_bytes", "slot", "ticket")
+    __slots__ = ("error", "expert_bytes", "is_counted", "slot", "ticket")
 
     def __init__(self, slot: int, ticket: Ticket, expert_bytes: int) -> None:
         self.slot = slot
         self.ticket = ticket
         self.expert_bytes = expert_bytes
         self.error: Exception | None = None
+        self.is_counted = False
 
     def wait(self, stream: int | None = None) -> None:
         """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why."""
@@ -248,6 +257,7 @@ class ExpertStreamer:
     def counters(self) -> Counters:
         """What has been counted so far, all at one moment."""
         with self._lock:
+            self._reap()
             return Counters(self._steps, self._hits, self._misses, self._bytes_read, self._exhausted)
 
     def device_view(self, slot: int) -> Any:
@@ -309,6 +319,7 @@ class ExpertStreamer:
             self._open_filler()
             self._reap()
             if residency.announce(self._tables, layer, wanted, True) < 0:
+                residency.announce(self._tables, layer, wanted, False)  # those in front of the wrong one
                 raise self._refusal(residency.OUT_OF_RANGE, layer, wanted)
             self._policy.select(self._policy.ranks, layer * self.experts_per_layer, wanted, chosen_by)
             self._steps += 1
@@ -321,13 +332,13 @@ class ExpertStreamer:
                 issued += self._issue(layer, wanted[issued:], ahead, needed=True)
                 ahead[0].wait(stream)
                 lease = self._readable_run(ahead, chosen_by[done:])
+                yield lease
+                lease.release(stream)
+                for _ in range(len(lease)):
+                    ahead.popleft()
                 done += len(lease)
-                try:
-                    yield lease
-                finally:
-                    lease.release(stream)
         finally:
-            for lease in ahead:
+            for lease in ahead:  # also those that were lent out: releasing twice does nothing
                 lease.release(stream)
             with self._lock:
                 residency.announce(self._tables, layer, wanted, False)
@@ -373,15 +384,16 @@ class ExpertStreamer:
 
     def close(self) -> None:
         """End the reads under way and free everything; leases and views are dead. A second call does nothing."""
-        filler, self._filler = self._filler, None
-        if filler is not None:
-            filler.close()
-        written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.ticket.abandoned}
-        for store, _ in self._classes:
-            if id(store) in written:
-                get_log().warning("store_left_open", reason="a read that never returned may still write to it")
-            else:
-                store.close()
+        if self._filler is not None:
+            self._filler.close()
+            self._filler = None
+        with self._lock, ExitStack() as closing:
+            written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.ticket.abandoned}
+            for store, _ in self._classes:
+                if id(store) in written:
+                    get_log().warning("store_left_open", reason="a read that never returned may still write to it")
+                else:
+                    closing.callback(store.close)
 
     def __enter__(self) -> Self:
         return self
@@ -409,19 +421,23 @@ class ExpertStreamer:
         with self._lock:
             filler = self._open_filler()
             self._reap()
-            waiting = self._policy.layer_step(
-                self._tables, self._policy.ranks, lease.layer, lease.experts, self._ones, lease.slots, found
-            )
+            try:
+                waiting = self._policy.layer_step(
+                    self._tables, self._policy.ranks, lease.layer, lease.experts, self._ones, lease.slots, found
+                )
+                if waiting > 0:
+                    self._load(filler, lease, found, needed=True)
+            except BaseException:
+                self._forget_unloaded(lease)
+                raise
             if waiting < 0:
                 stray = self._stray_load(lease.layer) if waiting == residency.EXHAUSTED else None
                 if stray is None:
                     raise self._refusal(waiting, lease.layer, lease.experts)
                 return stray
-            self._steps += 1
-            if waiting:
-                self._load(filler, lease, found, needed=True)
-            else:
+            if waiting == 0:
                 self._hits += found.size
+            self._steps += 1
         return None
 
     def _issue(self, layer: int, wanted: NDArray[np.int64], ahead: deque[Lease], *, needed: bool) -> int:
@@ -452,33 +468,41 @@ class ExpertStreamer:
                 break
             lease = Lease(self, layer, np.array([expert]))
             found = np.empty(1, np.uint8)
+            ahead.append(lease)  # before it holds anything, so that whoever ends the step ends it too
             try:
                 answer = residency.lease(self._tables, self._policy.ranks, layer, lease.experts, lease.slots, found)
                 if answer == residency.EXHAUSTED:
+                    ahead.pop()
                     break
                 self._load(filler, lease, found, needed=needed)
             except BaseException:
-                residency.release(self._tables, lease.slots)
+                self._forget_unloaded(lease)
                 raise
             spare -= not is_resident
             issued += 1
-            ahead.append(lease)
         return issued
 
+    def _forget_unloaded(self, lease: Lease) -> None:
+        """Empty the slots that were given to this lease and that nothing will fill; under the lock."""
+        for slot in lease.slots[lease.slots >= 0].tolist():
+            if self._tables.state[slot] == residency.LOADING and slot not in self._loads:
+                residency.forget(self._tables, slot, quarantine=False)
+
     def _readable_run(self, ahead: deque[Lease], counts: NDArray[np.int64]) -> Lease:
-        """Take the first lease, which is readable, and those behind it that are too, within the tokens of the pass."""
-        batch, tokens = [ahead.popleft()], int(counts[0])
-        while ahead and self._tables.state[ahead[0].slots[0]] == residency.READABLE:
-            tokens += int(counts[len(batch)])
-            if tokens > self._pass_tokens:
+        """The first lease, which is readable, with those behind it that are too, within the tokens of the pass."""
+        length, tokens = 1, int(counts[0])
+        for lease in islice(ahead, 1, None):
+            tokens += int(counts[length])
+            if tokens > self._pass_tokens or self._tables.state[lease.slots[0]] != residency.READABLE:
                 break
-            batch.append(ahead.popleft())
-        if len(batch) == 1:
-            return batch[0]
-        joined = Lease(self, batch[0].layer, np.concatenate([lease.experts for lease in batch]))
-        joined.slots = np.concatenate([lease.slots for lease in batch])
-        for lease in batch:
-            lease._streamer = None  # the joined lease has what they had
+            lease._waiting = {}
+            length += 1
+        if length == 1:
+            return ahead[0]
+        parts = tuple(islice(ahead, length))
+        joined = Lease(self, parts[0].layer, np.concatenate([lease.experts for lease in parts]))
+        joined.slots = np.concatenate([lease.slots for lease in parts])
+        joined._parts = parts
         return joined
 
     def _seeds(self, ordered: Sequence[ExpertKey]) -> Iterator[Lease]:
@@ -499,9 +523,10 @@ class ExpertStreamer:
                 lease.release()
 
     def _oldest(self, ahead: deque[Lease]) -> Iterator[Lease]:
-        with ahead.popleft() as lease:
-            lease.wait()
-            yield lease
+        ahead[0].wait()
+        yield ahead[0]
+        ahead[0].release()
+        ahead.popleft()
 
     def _file_position(self, key: ExpertKey) -> tuple[int, int]:
         reads = self._reads[key.layer]
@@ -516,11 +541,12 @@ class ExpertStreamer:
         expert_bytes = self._reads[lease.layer].expert_bytes
         tickets: Sequence[Ticket] = ()
         try:
-            fills = [
-                self._fill(lease.layer, expert, slot)
-                for expert, slot in zip(lease.experts[missed].tolist(), slots, strict=True)
-            ]
-            tickets = filler.prepare(fills)
+            tickets = filler.prepare(
+                [
+                    self._fill(lease.layer, expert, slot)
+                    for expert, slot in zip(lease.experts[missed].tolist(), slots, strict=True)
+                ]
+            )
             # Known before they run: whatever interrupts us now, the slots are not given away while they are written.
             self._loads |= {
                 slot: _Load(slot, ticket, expert_bytes) for slot, ticket in zip(slots, tickets, strict=True)
@@ -528,11 +554,11 @@ class ExpertStreamer:
             filler.start(tickets)
         except BaseException:
             filler.cancel(tickets)
-            for slot in slots:
-                if slot not in self._loads:
-                    residency.forget(self._tables, slot, quarantine=False)
             raise
-        lease._loads = [self._loads[slot] for slot in lease.slots[lease.pending].tolist()]
+        lease._waiting = {
+            position: self._loads[slot]
+            for position, slot in zip(lease.pending.tolist(), lease.slots[lease.pending].tolist(), strict=True)
+        }
         if needed:
             self._hits += found.size - missed.size
             self._misses += missed.size
@@ -555,22 +581,21 @@ class ExpertStreamer:
             ExpertKey(layer, expert),
         )
 
-    def _wait(self, loads: Sequence[_Load], stream: int | None) -> None:
-        """Wait for all of these, then raise the first error."""
+    def _wait(self, loads: Collection[_Load], stream: int | None) -> None:
+        """Wait for all of these; what failed has its error."""
         for load in loads:
             load.wait(stream)
         with self._lock:
             self._reap()
-        for load in loads:
-            if load.error is not None:
-                raise load.error
 
     def _reap(self) -> None:
         """End the loads that are over: publish what everybody sees, give the slots of failures back; under the lock."""
         for load in [load for load in self._loads.values() if load.ticket.done()]:
+            if load.ticket.error is None and not load.is_counted:
+                load.is_counted = True
+                self._bytes_read += load.expert_bytes
             if load.is_visible():
                 residency.publish(self._tables, load.slot)
-                self._bytes_read += load.expert_bytes
                 del self._loads[load.slot]
             elif load.error is not None:
                 residency.forget(self._tables, load.slot, quarantine=load.ticket.abandoned)
@@ -585,17 +610,18 @@ class ExpertStreamer:
                 return load
         return None
 
-    def _release(self, slots: NDArray[np.int64], stream: int | None) -> None:
+    def _release(self, lease: Lease, stream: int | None) -> None:
         if self._filler is None:
             return
-        try:
-            if stream is not None:
-                for slot in slots[slots >= 0].tolist():
-                    store, local = self._store_of_slot[slot]
-                    store.mark_read(local, stream)
-        finally:
-            with self._lock:
-                residency.release(self._tables, slots)
+        with self._lock:  # so that no two reads of a slot are told at once
+            try:
+                if stream is not None:
+                    for position, slot in enumerate(lease.slots.tolist()):
+                        if slot >= 0 and position not in lease._waiting:  # nobody has read what is still on its way
+                            store, local = self._store_of_slot[slot]
+                            store.mark_read(local, stream)
+            finally:
+                residency.release(self._tables, lease.slots)
 
     def _views(self, layer: int, expert: int, slot: int) -> Mapping[str, Any]:
         reads = self._reads[layer]

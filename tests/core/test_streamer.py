@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +23,10 @@ from expertstream import (
     Demand,
     ExpertKey,
     ExpertStreamer,
+    Lease,
     MemoryRequest,
     ReadFailed,
+    Staging,
     StoreClosed,
     UsageError,
     available_memory,
@@ -97,6 +101,11 @@ def assert_holds(lease: object, written: checkpoint_files.Written, layer: int, e
         view = lease.view(position)  # type: ignore[attr-defined]
         for name, part in view.items():
             assert bytes(np.from_dlpack(part)) == written.part_bytes(layer, expert, name), (layer, expert, name)
+
+
+def assert_part_holds(lease: Lease, position: int, written: checkpoint_files.Written, layer: int, expert: int) -> None:
+    for name, part in lease.view(position).items():
+        assert bytes(np.from_dlpack(part)) == written.part_bytes(layer, expert, name)
 
 
 @pytest.mark.parametrize("budget", ["all", "50%", "smallest"])
@@ -217,6 +226,142 @@ def test_what_does_not_exist_is_refused(written: checkpoint_files.Written, layer
         assert streamer.counters.steps == 0
         for good in range(4):
             streamer.acquire(good, [0]).release()
+
+
+def interrupted_at(real: Callable[..., object], call: int, *, before: bool) -> Callable[..., object]:
+    """`real`, with a KeyboardInterrupt before or after its work at that call."""
+    calls = itertools.count()
+
+    def interrupted(*arguments: object, **options: object) -> object:
+        is_now = next(calls) == call
+        if is_now and before:
+            raise KeyboardInterrupt
+        answer = real(*arguments, **options)
+        if is_now:
+            raise KeyboardInterrupt
+        return answer
+
+    return interrupted
+
+
+def test_an_interrupt_between_rounds_leaves_no_lease_and_no_mark(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone, counts = np.arange(EXPERTS), np.ones(EXPERTS, np.int64)
+    with open_streamer(written, "50%") as streamer:
+        streamer.begin_pass(100)
+        for _lease in streamer.rounds(0, everyone, counts):
+            pass
+        for name in ("_readable_run", "_issue_spare", "_load", "_reap", "_wait"):
+            for call in range(4):
+                with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                    patch.setattr(streamer, name, interrupted_at(getattr(streamer, name), call, before=call % 2 == 0))
+                    for _lease in streamer.rounds(0, everyone, counts):
+                        pass
+                assert not streamer._tables.leases.any(), (name, call)
+        for layer in range(4):
+            for lease in streamer.rounds(layer, everyone, counts):
+                assert_holds(lease, written, layer, lease.experts.tolist())
+        assert not streamer._tables.turn.any()
+        assert not streamer._loads
+
+
+class ExclusiveStore:
+    """A wrapper that notices a reader that is told of while its slot is being filled, or twice at once."""
+
+    def __init__(self) -> None:
+        self.busy: set[int] = set()
+        self.clashes: list[str] = []
+
+    @hookimpl(wrapper=True)
+    def alloc_slot_store(self) -> Iterator[None]:
+        store = yield
+        real_stage = store.stage
+
+        def stage(slot: int) -> object:
+            self.busy.add(slot)
+            threading.Event().wait(0.02)
+            return real_stage(slot)
+
+        def mark_read(slot: int, stream: int) -> None:
+            if slot in self.busy:
+                self.clashes.append(f"slot {slot} was read while it was filled")
+            self.busy.add(slot)
+            threading.Event().wait(0.001)
+            self.busy.discard(slot)
+
+        store.stage, store.mark_read = stage, mark_read
+        return store
+
+    @hookimpl(wrapper=True)
+    def commit_slot(self, staging: Staging) -> Iterator[None]:
+        commit = yield
+        self.busy.discard(staging.slot)
+        return commit
+
+
+def test_a_slot_on_its_way_is_not_told_to_be_read(written: checkpoint_files.Written) -> None:
+    exclusive = ExclusiveStore()
+    with open_streamer(written, observers=[exclusive]) as streamer:
+        streamer.acquire(0, [1, 2], wait=False).release(stream=5)
+        steps = streamer.rounds(1, range(EXPERTS), [1] * EXPERTS, stream=5)
+        next(steps)
+        steps.close()
+        streamer.acquire(2, [3], stream=5).release(stream=5)
+    assert exclusive.clashes == []
+
+
+def test_an_expert_named_twice_needs_one_slot(written: checkpoint_files.Written) -> None:
+    with open_streamer(written, smallest(written)) as streamer, streamer.acquire(3, [1, 1, 1]) as lease:
+        assert len(set(lease.slots.tolist())) == 1
+        assert_holds(lease, written, 3, [1, 1, 1])
+
+
+def test_a_wrong_number_in_rounds_leaves_no_mark(written: checkpoint_files.Written) -> None:
+    with open_streamer(written) as streamer:
+        streamer.acquire(0, [1, 2]).release()
+        with pytest.raises(UsageError, match="which has 0 to 7"):
+            next(streamer.rounds(0, [1, 2, 99], [1, 1, 1]))
+        assert not streamer._tables.turn.any()
+
+
+def test_ready_experts_can_be_seen_while_others_are_loaded_or_failed(written: checkpoint_files.Written) -> None:
+    checkpoint = open_checkpoint(written.path)
+    bad = int(checkpoint.layers[0].parts[0].offsets[2]) // 4096 * 4096
+
+    def open_file(path: Path, direct: bool) -> RawFile:
+        return FaultyFile(open_raw_file(path, direct), lambda offset: offset == bad)
+
+    with open_streamer(written, open_file=open_file) as streamer:
+        streamer.acquire(0, [5]).release()
+        with streamer.acquire(0, [2, 5, 6], wait=False) as lease:
+            assert_part_holds(lease, 1, written, 0, 5)
+            with pytest.raises(ReadFailed):
+                lease.wait()
+            for position, expert in ((1, 5), (2, 6)):
+                assert_part_holds(lease, position, written, 0, expert)
+            with pytest.raises(ReadFailed):
+                lease.view(0)
+
+
+def test_what_a_plugin_raises_to_end_the_process_ends_only_its_fill(written: checkpoint_files.Written) -> None:
+    class Exits:
+        """Wants to end the process, once."""
+
+        calls = 0
+
+        @hookimpl(wrapper=True)
+        def commit_slot(self) -> Iterator[None]:
+            self.calls += 1
+            if self.calls == 1:
+                raise SystemExit(3)
+            return (yield)
+
+    with open_streamer(written, observers=[Exits()]) as streamer:
+        with pytest.raises(BackendContractError, match="SystemExit"):
+            streamer.acquire(0, [1])
+        with streamer.acquire(0, [1]) as lease:
+            assert_holds(lease, written, 0, [1])
 
 
 def test_views_are_refused_before_the_wait_and_after_the_release(written: checkpoint_files.Written) -> None:
@@ -407,22 +552,28 @@ def test_a_failed_read_reaches_everyone_who_waits_for_the_expert(written: checkp
         assert not streamer._tables.leases.any()
 
 
-@pytest.mark.parametrize("where", ["prepare", "start", "cancelled", "wait"])
+@pytest.mark.parametrize("where", ["prepare", "start", "cancelled", "wait", "step", "load"])
 def test_an_interrupt_leaves_no_lease_and_no_slot_with_two_writers(
     written: checkpoint_files.Written, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with open_streamer(written, smallest(written)) as streamer:
         filler = streamer._filler
         assert filler is not None
-        real = {"prepare": filler.prepare, "start": filler.start, "cancelled": filler.start, "wait": Ticket.wait}[where]
+        target, name = {
+            "prepare": (filler, "prepare"),
+            "start": (filler, "start"),  # after they were queued
+            "cancelled": (filler, "start"),
+            "wait": (Ticket, "wait"),
+            "step": (streamer._policy, "layer_step"),  # after everything was leased
+            "load": (streamer, "_load"),
+        }[where]
+        real = getattr(target, name)
 
-        def interrupted(*arguments: object) -> object:
-            if where == "start":  # after they were queued
-                real(*arguments)
+        def interrupted(*arguments: object, **options: object) -> object:
+            if where in ("start", "step"):
+                real(*arguments, **options)
             raise KeyboardInterrupt
 
-        target = Ticket if where == "wait" else filler
-        name = "start" if where == "cancelled" else where
         for _ in range(5):
             with monkeypatch.context() as patch:
                 patch.setattr(target, name, interrupted)

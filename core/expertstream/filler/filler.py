@@ -411,6 +411,10 @@ class Filler:
 
     def _fail(self, ticket: Ticket, error: BaseException) -> None:
         """Keep the first error of a fill and offer its parts to no thread any more; under the lock."""
+        if not isinstance(error, Exception):  # whoever waits would take it for an order to himself
+            foreign = error
+            error = BackendContractError(f"{type(foreign).__name__} was raised while a slot was filled: {foreign}")
+            error.__cause__ = foreign
         if ticket._error is None:
             error.add_note(f"while filling slot {ticket._fill.slot} with {ticket._fill.label}")
             ticket._error = error
