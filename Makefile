@@ -1,9 +1,12 @@
-# make run    set up and stream the bundled model under a quarter of its experts
-# make test   set up, check and test: what CI runs
+# make run        set up and stream the bundled model under a quarter of its experts
+# make test       set up, check and test: what CI runs
+# make gpu-test   the tests that need an NVIDIA GPU, with the CuPy that is there or GPU_EXTRA (cuda12, cuda13)
 
 PYTHON ?= python3
 VENV ?= .venv
+GPU_EXTRA ?= cuda13
 BIN := $(VENV)/bin
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 STRANGER := tests/third_party/expertstream-fakedevice
 
@@ -21,8 +24,14 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests marked `gpu` need the device of the backend that they test. They skip, saying so, where there is none.
+# Where there is a GPU, tests that skip all the same are a failure.
 gpu-test: $(READY)
+	@if ! command -v nvidia-smi >/dev/null; then \
+	  echo "no GPU test ran: there is no nvidia-smi on this machine"; exit 0; \
+	fi; \
+	set -ex; \
+	$(BIN)/python -c 'import cupy' 2>/dev/null || $(INSTALL) --editable '.[$(GPU_EXTRA)]'; \
+	$(BIN)/python tests/gpu.py; \
 	$(BIN)/pytest -m gpu
 
 $(READY): pyproject.toml $(STRANGER)/pyproject.toml
@@ -31,7 +40,7 @@ $(READY): pyproject.toml $(STRANGER)/pyproject.toml
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 	  { echo "Python's venv module is needed: apt-get install python3-venv" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[test,lint]' --editable $(STRANGER)
+	$(INSTALL) --editable '.[test,lint]' --editable $(STRANGER)
 	@touch $@
 
 clean:

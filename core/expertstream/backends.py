@@ -173,9 +173,7 @@ class Backend:
         """As the hook of this name; None where the backend does not have it."""
         if "launch_read" not in self.implemented:
             return None
-        launched: Callable[[], bytes] = self.hooks.launch_read(
-            store=store, slot=slot, stream=stream, after_ms=after_ms
-        )
+        launched: Callable[[], bytes] = self.hooks.launch_read(store=store, slot=slot, stream=stream, after_ms=after_ms)
         return self._checked("launch_read", Callable, launched)  # type: ignore[arg-type]  # isinstance of an abstract class
 
     @cached_property
@@ -190,8 +188,11 @@ class Backend:
     @contextmanager
     def _configured(self) -> Iterator[None]:
         """The backend goes by these options inside, whoever opened or listed it since."""
+        if self.options is None:
+            yield
+            return
         with self._turn.lock:
-            if self.options is not None and self._turn.of is not self:
+            if self._turn.of is not self:
                 self._turn.of = None  # nobody's, should this fail
                 _called(self.offer, "configure", partial(self.hooks.configure, options=self.options))
                 self._turn.of = self
@@ -344,6 +345,7 @@ def _started(
     elif for_it:
         raise ConfigError("\n".join(f"{option.source}: backend {offer.name!r} has no options" for option in for_it))
     backend = Backend(offer, manager.hook, found.implemented, values, _turn_of(plugin))
+    # The first that it is asked is what configures it.
     _called(offer, "host_memory_is_device_addressable", backend.host_memory_is_device_addressable)
     _called(offer, "describe_device", backend.describe_device)
     return backend

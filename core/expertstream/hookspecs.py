@@ -122,7 +122,7 @@ def configure(options: object) -> None:
     backend is opened, before any other hook, with an instance made from the user's settings; answers nothing. Where
     another opening or a listing was configured since, it is called again with that same instance before the next hook
     of this one, so to keep the options last given is enough; a store keeps those that it was made with, because
-    `commit_slot`, `launch_read` and the store's own methods come without. It allocates nothing.
+    `commit_slot`, `launch_read` and the store's own methods come without.
     Raises ConfigError for values that do not go together or that this machine cannot have.
     """
 

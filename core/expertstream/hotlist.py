@@ -131,17 +131,22 @@ def write_hotlist(path: Path, hotlist: Hotlist) -> None:
 
 def refuse_unwritable(path: Path) -> None:
     """Raise ConfigError where a hotlist could not be written at `path`, as far as that shows beforehand."""
-    folder = Path(os.path.realpath(path)).parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        why = "it is a folder" if path.is_dir() else f"{folder} is no folder that can be written to"
-        raise ConfigError(f"a hotlist cannot be saved as {path}: {why}")
+    try:
+        folder = Path(os.path.realpath(path)).parent
+        if path.exists() and not path.is_file():  # a list takes the place of what is there: never of a device or a pipe
+            kind = "a folder" if path.is_dir() else "not an ordinary file"
+            raise ConfigError(f"a hotlist cannot be saved as {path}: it is {kind}")
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise ConfigError(f"a hotlist cannot be saved as {path}: {folder} is no folder that can be written to")
+    except ValueError as error:  # a NUL in the name
+        raise ConfigError(f"a hotlist cannot be saved as {str(path)!r}: {error}") from error
 
 
 def _parsed(document: Any) -> Hotlist:
     """Raises ValueError for a document that is anything else than what `write_hotlist` makes."""
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ValueError(f"it does not say format {_FORMAT!r}")
-    if document.get("version") != _VERSION:
+    if document.get("version") != _VERSION or isinstance(document.get("version"), bool):
         raise ValueError(f"its version is {document.get('version')!r}")
     match document:
         case {
@@ -159,14 +164,20 @@ def _parsed(document: Any) -> Hotlist:
                 if key in scores:
                     raise ValueError(f"it names expert {key.expert} of layer {key.layer} twice")
                 scores[key] = score
-            counts = {int(layer): int(count) for layer, count in expert_counts.items()}
+            counts = {int(layer): _count(count) for layer, count in expert_counts.items()}
             return Hotlist(identity, name, experts_per_token, counts, scores)
     raise ValueError("its model or its experts are missing, or are not what they should be")
 
 
+def _count(count: object) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ValueError(f"{count!r} is not how many experts a layer has")
+    return count
+
+
 def _expert(entry: object) -> tuple[ExpertKey, float]:
     match entry:
-        case [int(layer), int(expert), int(score) | float(score)] if layer >= 0 and expert >= 0 and score >= 0:
-            if math.isfinite(score):
+        case [int(layer), int(expert), int(score) | float(score)] if not any(isinstance(part, bool) for part in entry):
+            if layer >= 0 and expert >= 0 and 0 <= score < math.inf:
                 return ExpertKey(layer, expert), float(score)
     raise ValueError(f"{entry!r} is not a layer, an expert and a score")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from contextlib import ExitStack
 from itertools import groupby, islice
 from operator import add, sub
-from threading import Lock
+from threading import RLock
 from types import TracebackType
 from typing import Any, Self
 
@@ -138,7 +138,7 @@ class Lease:
 class _Load:
     """An expert on its way into a slot. It ends once, under the streamer's lock, by whoever finds it over first."""
 
-    __slots__ = ("error", "expert_bytes", "is_counted", "slot", "ticket")
+    __slots__ = ("error", "expert_bytes", "is_counted", "is_ordered", "slot", "ticket")
 
     def __init__(self, slot: int, ticket: Ticket, expert_bytes: int) -> None:
         self.slot = slot
@@ -146,6 +146,7 @@ class _Load:
         self.expert_bytes = expert_bytes
         self.error: Exception | None = None
         self.is_counted = False
+        self.is_ordered = False  # work on a stream goes on as if the bytes were there
 
     def wait(self, stream: int | None = None) -> None:
         """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why."""
@@ -155,6 +156,7 @@ class _Load:
                 commit.wait()
             else:
                 commit.order_before(stream)
+                self.is_ordered = True
         except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
             self.error = error
 
@@ -216,7 +218,9 @@ class ExpertStreamer:
         self._ones = np.ones(self.experts_per_layer, np.int64)
         self._pass_tokens = 1
         self._loads: dict[int, _Load] = {}
-        self._lock = Lock()
+        self._late_error: Exception | None = None
+        # Reentrant, because the garbage collector may end an abandoned step in the middle of another one.
+        self._lock = RLock()
         self._steps = self._hits = self._misses = self._bytes_read = self._exhausted = 0
         self._filler: Filler | None = Filler(
             checkpoint.files,
@@ -273,9 +277,22 @@ class ExpertStreamer:
         """Tell the policy that a forward pass over `tokens` tokens begins: 1 in decode, more in prefill."""
         if tokens < 1:
             raise UsageError(f"a pass over {tokens} tokens: at least 1 is needed")
+        self.raise_late_failure()
         with self._lock:
             self._pass_tokens = tokens
             self._policy.begin_pass(tokens)
+
+    def raise_late_failure(self) -> None:
+        """Raise what a commit failed with after work on a stream was told to go on behind it, once.
+
+        To be called when that work has ended and before its results are used; a pass begins with it. Raises
+        CommitFailed.
+        """
+        with self._lock:
+            self._reap()
+            error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
 
     def acquire(
         self, layer: int, experts: Sequence[int] | NDArray[np.int64], *, wait: bool = True, stream: int | None = None
@@ -598,6 +615,8 @@ class ExpertStreamer:
                 residency.publish(self._tables, load.slot)
                 del self._loads[load.slot]
             elif load.error is not None:
+                if load.is_ordered:
+                    self._late_error = self._late_error or load.error
                 residency.forget(self._tables, load.slot, quarantine=load.ticket.abandoned)
                 if not load.ticket.abandoned:
                     del self._loads[load.slot]

@@ -34,18 +34,10 @@ _NUMBER = r"(?P<number>[0-9]{1,30}(?:\.[0-9]{1,30})?)"
 _AMOUNT = re.compile(rf"{_NUMBER} *(?P<unit>[A-Za-z]*)")
 _PERCENTAGE = re.compile(rf"{_NUMBER} *%")
 
-_AMOUNT_FORMS = (
+_FORMS = (
     "bytes (8589934592), or a number with KB, MB, GB, TB (powers of 1000) or with KiB, MiB, GiB, TiB, K, M, G, T "
-    "(powers of 1024)"
+    "(powers of 1024), a percentage of the routed experts (25%), or all"
 )
-
-
-def parse_bytes(text: str) -> int:
-    """The bytes that `text` ("20GB", "1.5 GiB", "20000000000") means; a fraction of a byte is cut off.
-
-    Raises ConfigError for anything else, saying what can be written.
-    """
-    return _parse_bytes(text, _AMOUNT_FORMS)
 
 
 def format_bytes(byte_count: int) -> str:
@@ -88,7 +80,10 @@ class MemoryRequest:
 
     @classmethod
     def parse(cls, text: str) -> MemoryRequest:
-        """The request that `text` ("20GB", "12.5%", "all") means. Raises ConfigError, saying what can be written."""
+        """The request that `text` ("20GB", "12.5%", "all") means; a fraction of a byte is cut off.
+
+        Raises ConfigError for anything else, saying what can be written.
+        """
         stripped = text.strip()
         if stripped.lower() == "all":
             return cls(percent=Decimal(100))
@@ -97,7 +92,7 @@ class MemoryRequest:
             if percent > 100:
                 raise ConfigError(f"{text!r} is more than all experts; 0% to 100% can be asked for")
             return cls(percent=percent)
-        return cls(size_bytes=_parse_bytes(text, f"{_AMOUNT_FORMS}, a percentage of the routed experts (25%), or all"))
+        return cls(size_bytes=_parse_bytes(text))
 
     @property
     def every_expert(self) -> bool:
@@ -121,13 +116,13 @@ class MemoryRequest:
         return str(self.size_bytes)
 
 
-def _parse_bytes(text: str, forms: str) -> int:
+def _parse_bytes(text: str) -> int:
     amount = _AMOUNT.fullmatch(text.strip())
     unit_bytes = _BYTES_OF_SPELLING.get(amount["unit"].lower() or "b") if amount else None
     if amount is None or unit_bytes is None:
-        raise ConfigError(f"{text!r} is not an amount of memory; what can be written: {forms}")
+        raise ConfigError(f"{text!r} is not an amount of memory; what can be written: {_FORMS}")
     if unit_bytes == 1 and "." in amount["number"]:
-        raise ConfigError(f"{text!r} is not a whole number of bytes; what can be written: {forms}")
+        raise ConfigError(f"{text!r} is not a whole number of bytes; what can be written: {_FORMS}")
     return int(Fraction(amount["number"]) * unit_bytes)
 
 

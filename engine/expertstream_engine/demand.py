@@ -13,15 +13,18 @@ from expertstream import (
     Checkpoint,
     ConfigError,
     Demand,
+    Hotlist,
     LogHooks,
     Plan,
     available_memory,
+    choose_hotlist,
     make_plan,
     open_backend,
     open_checkpoint,
     resident_padding_bytes,
     usable_cores,
 )
+from expertstream.filler.files import SourceFile
 from expertstream.policies import make_policy
 from expertstream.streamer import LOOKAHEAD
 from expertstream_engine.architecture import ModelShape, read_shape
@@ -44,6 +47,7 @@ class PlannedRun:
     shape: ModelShape
     backend: Backend
     plan: Plan
+    hotlist: Hotlist | None
 
 
 def plan_run(
@@ -51,17 +55,22 @@ def plan_run(
 ) -> PlannedRun:
     """Index the model, open the backend and plan the memory; all that can be refused is refused here.
 
-    Raises CheckpointError, UnsupportedCheckpoint, BackendUnavailable, and ConfigError: BackendNotFound,
-    BudgetTooSmall, DoesNotFit, a policy or a context that cannot be.
+    Raises CheckpointError, UnsupportedCheckpoint, BackendUnavailable, MachineError for direct reads that are asked for
+    and refused, and ConfigError: BackendNotFound, BudgetTooSmall, DoesNotFit, a policy, a context or a hotlist that
+    cannot be.
     """
     backend = open_backend(settings.backend, (LogHooks(), *observers), settings.backends)
     make_policy(settings.policy, 1, settings.half_life_tokens)  # refuses an unknown name; the streamer makes its own
     checkpoint = open_checkpoint(model)
     shape = check_runnable(checkpoint)
+    if settings.io_mode == "direct":
+        for file in checkpoint.files:
+            SourceFile(file, "direct").close()  # refuses it; the streamer opens its own
+    hotlist = choose_hotlist(checkpoint, settings.hotlist)
     threads = settings.threads or usable_cores()
     demand = run_demand(checkpoint, shape, context_tokens(shape, settings), threads)
     plan = make_plan(checkpoint, demand, settings.expert_memory, backend, available or available_memory())
-    return PlannedRun(checkpoint, shape, backend, plan)
+    return PlannedRun(checkpoint, shape, backend, plan, hotlist)
 
 
 def check_runnable(checkpoint: Checkpoint) -> ModelShape:
@@ -87,7 +96,11 @@ def context_tokens(shape: ModelShape, settings: RunSettings) -> int:
 
 
 def run_demand(checkpoint: Checkpoint, shape: ModelShape, context: int, threads: int) -> Demand:
-    """The bytes of weights, KV cache and workspace for that context."""
+    """The bytes of weights, KV cache and workspace for that context.
+
+    The workspace is that of the CPU's kernels on `threads`, also where a device computes: which array library does is
+    known only when there are slots.
+    """
     batch = min(context, LARGEST_BATCH_TOKENS)
     vocabulary = checkpoint.tensors["token_embd.weight"].shape[0]
     query, kv = shape.head_count * shape.head_size, shape.kv_head_count * shape.head_size

@@ -73,8 +73,10 @@ class MoeModel:
         for block in range(self._shape.block_count):
             normed, logits = repeated(("attend", block), partial(self._attend, block, x, first, *angles))
             self._route(block, normed, logits, x)
+        logits = ops.to_host(repeated(("logits", all_logits), lambda: self._logits(x if all_logits else x[-1:])))
+        self._streamer.raise_late_failure()  # the device has ended, and may have read what never arrived
         self.position += tokens
-        return ops.to_host(repeated(("logits", all_logits), lambda: self._logits(x if all_logits else x[-1:])))
+        return logits
 
     def _logits(self, x: F32) -> F32:
         normed = self._ops.rms_norm(x, self._weights.output_norm, self._shape.norm_epsilon)

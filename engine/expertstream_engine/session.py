@@ -20,12 +20,10 @@ from expertstream import (
     Counters,
     ExpertStreamer,
     UsageError,
-    choose_hotlist,
     hotlist_of,
     load_resident,
     load_settings,
     prepare_step,
-    usable_cores,
     write_hotlist,
 )
 from expertstream_engine.demand import LARGEST_BATCH_TOKENS, PlannedRun, plan_run
@@ -70,15 +68,13 @@ class Model:
     ) -> None:
         """Load what was planned. Compiles the kernels that the file needs, or takes them from the cache.
 
-        `prompts` are of the same plan, for a caller who has checked a prompt before loading. Raises ConfigError for a
-        hotlist that does not fit the model, before anything is loaded.
+        `prompts` are of the same plan, for a caller who has checked a prompt before loading.
         """
         self.planned = planned
         self.settings = settings
         self.interpreter_bytes = rss_bytes()
         checkpoint, shape = planned.checkpoint, planned.shape
         self._prompts = prompts or Prompts(checkpoint, shape, planned.plan.demand.context_tokens)
-        hotlist = choose_hotlist(checkpoint, settings.hotlist)
         self.seeded_experts = 0
         with ExitStack() as opened:
             progress("kernel layer step", 0, 0)
@@ -96,7 +92,7 @@ class Model:
                     read_timeout_s=settings.read_timeout_s,
                 )
             )
-            ops = ops_for(self.streamer.device_view(0), settings.threads or usable_cores())
+            ops = ops_for(self.streamer.device_view(0), settings.threads)
             ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0))
             # What the streamer has found out, and said, about direct reads is not to be tried and said again.
             io_mode = "buffered" if self.streamer.io_mode == "buffered" else settings.io_mode
@@ -104,9 +100,9 @@ class Model:
             progress("kernel threads", 0, 0)
             opened.enter_context(ops)
             weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions, ops.place)
-            if hotlist is not None:
+            if planned.hotlist is not None:
                 self.seeded_experts = self.streamer.seed(
-                    hotlist.scores, lambda done, total: progress("hot experts", done, total)
+                    planned.hotlist.scores, lambda done, total: progress("hot experts", done, total)
                 )
             self._decoder = MoeModel(shape, weights, ops, self.streamer, planned.plan.demand.context_tokens)
             self._opened = opened.pop_all()

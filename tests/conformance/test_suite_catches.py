@@ -74,6 +74,8 @@ CAUGHT_BY = {
 }
 NEVER_RETURN = {"allocation_retries_for_ever", "commit_leaks_its_staging", "discard_leaks", "failed_commit_leaks"}
 
+SOUND_BACKENDS = ("cpu", "metal_compat", "fakedevice", *SOUND)
+
 Runs = dict[str, list[Future[SuiteRun]]]
 
 
@@ -88,7 +90,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
             run = partial(run_suite, backend, *arguments, folder=folder, site=site, is_plain=is_plain)
             return [pool.submit(run) for _ in range(RUN_COUNT)]
 
-        started = {backend: start(backend) for backend in ("cpu", "fakedevice", *SOUND)}
+        started = {backend: start(backend) for backend in SOUND_BACKENDS}
         for backend, test in CAUGHT_BY.items():
             limit = ["--test-limit-s", "5"] if backend in NEVER_RETURN else []
             started[backend] = start(backend, "-k", test, *limit, is_plain=True)
@@ -103,7 +105,7 @@ def test_the_stranger_is_installed_by_pip_like_any_distribution() -> None:
     )
 
 
-@pytest.mark.parametrize("backend", ["cpu", "fakedevice", *SOUND])
+@pytest.mark.parametrize("backend", SOUND_BACKENDS)
 def test_a_sound_backend_passes(runs: Runs, backend: str) -> None:
     for run in runs[backend]:
         ended = run.result()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -14,6 +16,7 @@ from attrs import Factory, field, frozen, validators
 
 from expertstream import (
     READY,
+    Backend,
     BackendContractError,
     BackendOption,
     BackendUnavailable,
@@ -286,6 +289,87 @@ def test_a_table_of_a_backend_that_is_not_selected_is_left_alone_and_the_backend
     install(dev=Device(None), other=types.ModuleType("empty"))
     given = settings(tmp_path, "[backends.other]\nx = 3")
     assert open_backend(given.backend, options=given.backends).name == "dev"
+
+
+def remembering() -> Device:
+    """A backend that keeps the options last given, as backends do, and grants as many slots as they say."""
+    given: list[Options] = []
+
+    def keep(options: Options) -> None:
+        given.append(options)
+
+    @hookimpl
+    def budget_for_expert_size() -> SlotBudget:
+        before = given[-1].copies
+        time.sleep(0)  # lets another thread in
+        return SlotBudget(before, f"{before} at first, {given[-1].copies} at last")
+
+    device = Device(Options, keep)
+    vars(device)["budget_for_expert_size"] = budget_for_expert_size
+    return device
+
+
+def opened_with(copies: int) -> Backend:
+    return open_backend("dev", options=[BackendOption("dev", "copies", copies)])
+
+
+def granted(backend: Backend) -> str:
+    return backend.budget_for_expert_size(4096, 0, None).reason
+
+
+def test_each_opening_goes_by_its_own_options_whatever_was_opened_or_listed_since(install: Install) -> None:
+    install(dev=remembering())
+    first, second = opened_with(3), opened_with(5)
+    assert granted(first) == "3 at first, 3 at last"
+    assert granted(second) == "5 at first, 5 at last"
+    assert [status.problem for status in probe_backends([BackendOption("dev", "copies", 7)])] == [None]
+    assert granted(first) == "3 at first, 3 at last"
+    with pytest.raises(ConfigError):
+        opened_with(99)
+    assert granted(first) == "3 at first, 3 at last"
+
+
+def test_openings_used_at_once_go_by_their_own_options(install: Install) -> None:
+    install(dev=remembering())
+    backends = {copies: opened_with(copies) for copies in (1, 2, 3, 4)}
+
+    def ask(copies: int) -> set[str]:
+        return {granted(backends[copies]) for _ in range(200)}
+
+    with ThreadPoolExecutor(len(backends)) as threads:
+        answers = dict(zip(backends, threads.map(ask, backends), strict=True))
+    assert answers == {copies: {f"{copies} at first, {copies} at last"} for copies in backends}
+
+
+def test_a_backend_is_configured_again_only_when_another_opening_was(install: Install) -> None:
+    device = Device(Options)
+    install(dev=device)
+    first = opened_with(3)
+    granted(first)
+    assert device.options == [Options(copies=3)]
+    second = opened_with(5)
+    granted(second)
+    granted(first)
+    granted(first)
+    assert device.options == [Options(copies=3), Options(copies=5), Options(copies=3)]
+    assert device.options[0] is device.options[2]
+
+
+def test_an_opening_whose_options_are_refused_later_says_so_and_asks_nothing(install: Install) -> None:
+    refused: list[int] = []
+
+    def configure(options: Options) -> None:
+        if options.copies in refused:
+            raise ConfigError(f"{options.copies} copies are too many now")
+
+    device = Device(Options, configure)
+    install(dev=device)
+    first, second = opened_with(3), opened_with(5)
+    refused.append(3)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="3 copies are too many now"):
+            granted(first)
+    assert granted(second) == "nothing"
 
 
 def test_a_backend_without_options_refuses_any(tmp_path: Path, install: Install) -> None:

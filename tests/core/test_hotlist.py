@@ -204,3 +204,8 @@ def test_where_nothing_can_be_written_is_known_beforehand(tmp_path: Path) -> Non
         refuse_unwritable(tmp_path / "nowhere" / "new")
     with pytest.raises(ConfigError, match="it is a folder"):
         refuse_unwritable(tmp_path)
+    os.mkfifo(tmp_path / "pipe")  # a list would take its place
+    with pytest.raises(ConfigError, match="it is not an ordinary file"):
+        refuse_unwritable(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="null"):
+        refuse_unwritable(tmp_path / "a\0b")

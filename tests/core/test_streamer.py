@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import itertools
 import os
 import threading
@@ -20,6 +21,7 @@ from expertstream import (
     BackendContractError,
     Checkpoint,
     CheckpointError,
+    CommitFailed,
     Demand,
     ExpertKey,
     ExpertStreamer,
@@ -650,6 +652,52 @@ def test_a_commit_that_one_stream_waits_for_is_waited_for_by_the_next_stream_too
             assert third.ready.tolist() == [0]
             assert_holds(third, written, 0, [1])
         assert streamer.counters.misses == 1
+
+
+def test_a_commit_that_fails_behind_a_streams_back_is_raised_before_its_results_are_used(
+    written: checkpoint_files.Written,
+) -> None:
+    class FailsLate(LateCommits):
+        """Says later that the bytes never arrived."""
+
+        def done(self) -> bool:
+            if self.landed.is_set():
+                raise CommitFailed("the copy was lost")
+            return False
+
+    commits = FailsLate()
+    with open_streamer(written, observers=[commits]) as streamer:
+        with streamer.acquire(0, [1], stream=7):
+            streamer.raise_late_failure()  # not known yet
+        commits.landed.set()
+        with pytest.raises(CommitFailed, match="lost"):
+            streamer.raise_late_failure()
+        streamer.raise_late_failure()  # once
+        assert not streamer._loads
+        assert streamer._tables.state[0] == residency.EMPTY
+
+
+def test_a_step_that_the_garbage_collector_ends_inside_another_one_does_not_hang(
+    written: checkpoint_files.Written,
+) -> None:
+    with open_streamer(written, "50%") as streamer:
+        real_reap = streamer._reap
+        for _ in range(20):
+            steps = streamer.rounds(0, range(EXPERTS), [1] * EXPERTS)
+            next(steps)
+            cycle = [steps]
+            cycle.append(cycle)  # type: ignore[arg-type]  # so that the collector alone can end it
+            del steps, cycle
+
+            def reap_and_collect() -> None:
+                real_reap()
+                gc.collect()
+
+            streamer._reap = reap_and_collect  # type: ignore[method-assign]  # under the lock
+            with streamer.acquire(1, [2, 3]) as lease:
+                assert_holds(lease, written, 1, [2, 3])
+            streamer._reap = real_reap  # type: ignore[method-assign]  # as it was
+        assert not streamer._tables.leases.any()
 
 
 def test_many_threads_may_use_one_streamer(written: checkpoint_files.Written) -> None:

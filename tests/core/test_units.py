@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertstream.errors import ConfigError
-from expertstream.units import MemoryRequest, format_bytes, parse_bytes
+from expertstream.units import MemoryRequest, format_bytes
 
 EXPONENT_OF_UNIT = {
     f"{letter}{suffix}": (base, power)
@@ -42,14 +42,13 @@ beyond_a_float = st.integers(0, 10**29)
     ],
 )
 def test_the_published_spellings_mean_exactly_this(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
     assert MemoryRequest.parse(text).resolve(routed_bytes=1) == expected
 
 
 @given(beyond_a_float, st.sampled_from(sorted(EXPONENT_OF_UNIT)))
 def test_a_unit_multiplies_exactly_beyond_what_a_float_holds(number: int, unit: str) -> None:
     base, power = EXPONENT_OF_UNIT[unit]
-    assert parse_bytes(f"{number}{unit}") == number * base**power
+    assert MemoryRequest.parse(f"{number}{unit}").size_bytes == number * base**power
 
 
 @given(
@@ -58,7 +57,7 @@ def test_a_unit_multiplies_exactly_beyond_what_a_float_holds(number: int, unit: 
 def test_a_fraction_of_a_byte_is_cut_off(whole: int, decimals: str, unit: str) -> None:
     base, power = EXPONENT_OF_UNIT[unit]
     exact = Fraction(int(f"{whole}{decimals}"), 10 ** len(decimals)) * base**power
-    assert parse_bytes(f"{whole}.{decimals}{unit}") == exact.numerator // exact.denominator
+    assert MemoryRequest.parse(f"{whole}.{decimals}{unit}").size_bytes == exact.numerator // exact.denominator
 
 
 @pytest.mark.parametrize(
@@ -69,18 +68,10 @@ def test_a_fraction_of_a_byte_is_cut_off(whole: int, decimals: str, unit: str) -
     ],
 )
 def test_what_is_not_an_amount_is_refused_with_what_was_written_and_what_can_be(text: str) -> None:
-    for parse in (parse_bytes, MemoryRequest.parse):
-        with pytest.raises(ConfigError) as refusal:
-            parse(text)
-        assert repr(text) in str(refusal.value)
-        assert "GiB" in str(refusal.value)
-
-
-def test_only_a_request_may_be_a_percentage_or_all() -> None:
-    for text in ("25%", "all"):
+    with pytest.raises(ConfigError) as refusal:
         MemoryRequest.parse(text)
-        with pytest.raises(ConfigError, match="not an amount of memory"):
-            parse_bytes(text)
+    assert repr(text) in str(refusal.value)
+    assert "GiB" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,40 @@ class TestRefusals:
         assert "error: model.gguf: 4096 bytes at 8192" in result.stderr
         assert result.stdout == ""
 
+    @pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="this system asks for direct reads in another way")
+    def test_direct_reads_that_the_storage_does_not_allow_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        real_open = os.open
+
+        def without_direct_reads(path: Any, flags: int, *more: Any, **options: Any) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+            return real_open(path, flags, *more, **options)
+
+        monkeypatch.setattr(os, "open", without_direct_reads)
+        monkeypatch.setenv("EXPERTSTREAM_IO_MODE", "direct")
+        for arguments in (("run", *PROMPT), ("plan",)):
+            assert "does not allow them" in refusal(*arguments)
+
+    @pytest.mark.parametrize("passes", [0, 2])
+    def test_a_machine_that_fails_on_the_way_is_no_refusal(self, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        from expertstream import MachineError
+        from expertstream_engine.session import Model
+
+        real_forward, done = Model._forward, []
+
+        def failing(model: Model, *arguments: Any, **options: Any) -> Any:
+            if len(done) == passes:
+                error = MachineError("the device failed")
+                error.add_note("while it computed")
+                raise error
+            done.append(1)
+            return real_forward(model, *arguments, **options)
+
+        monkeypatch.setattr(Model, "_forward", failing)
+        result = call("run", *PROMPT, "-n", "8")
+        assert result.exit_code == 1
+        assert result.stderr.endswith("error: the device failed\nwhile it computed\n")
+
 
 class TestInspect:
     def test_sizes_are_those_of_the_file(self, tmp_path: Path) -> None:

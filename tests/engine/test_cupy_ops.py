@@ -10,7 +10,7 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from numpy.typing import NDArray
 
-from expertstream.errors import UnsupportedCheckpoint, UsageError
+from expertstream.errors import MachineError, UnsupportedCheckpoint, UsageError
 from expertstream_engine.kernels.registry import SUPPORTED_TYPES
 from expertstream_engine.ops.numpy_ops import NumpyOps, dequantize
 from expertstream_engine.ops.protocol import F32, I64, U8, ExpertFfn, Projection, QuantMatrix
@@ -402,3 +402,10 @@ def test_nothing_runs_before_enter_or_after_exit() -> None:
 def test_prepare_refuses_a_type_without_a_kernel(ops: Any) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"TQ2_0; supported are .*Q4_K"):
         ops.prepare(["TQ2_0"], lambda name: None)
+
+
+def test_a_launch_that_the_driver_refuses_is_a_machine_error_and_the_device_works_on(ops: Any) -> None:
+    x = ops.array(floats(1, 4, 8))
+    with pytest.raises(MachineError):
+        ops._launch(ops._kernels.layer("add"), (1,), 1 << 20, x, x, x.size)
+    assert ops.to_host(x).tobytes() == floats(1, 4, 8).tobytes()

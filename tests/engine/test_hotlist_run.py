@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
-from expertstream import MemoryRequest
+from expertstream import MemoryRequest, ReadFailed
 from expertstream_engine import BUNDLED_MODEL, Model, RunSettings
 from expertstream_engine.cli.commands import app
 from expertstream_engine.demand import plan_run
@@ -67,6 +68,18 @@ def of_another_model(path: Path, *, expert: int = 0) -> None:
     path.write_text(json.dumps(document))
 
 
+def end_in_the_fourth_pass(monkeypatch: pytest.MonkeyPatch, end: BaseException) -> None:
+    real_forward, passes = Model._forward, []
+
+    def ending(model: Model, *arguments: Any, **options: Any) -> Any:
+        passes.append(1)
+        if len(passes) == 4:
+            raise end
+        return real_forward(model, *arguments, **options)
+
+    monkeypatch.setattr(Model, "_forward", ending)
+
+
 def test_a_list_names_the_experts_that_were_used(saved: Path) -> None:
     document = json.loads(saved.read_text())
     scores = [score for _, _, score in document["experts"]]
@@ -105,6 +118,8 @@ def test_a_list_of_another_model_found_by_itself_is_refused(model: Path, beside:
     assert result.stdout == ""
     assert "is of another model: of 'another one'" in result.stderr
     assert f"--hotlist {beside}" in result.stderr
+    planned = CliRunner().invoke(app, ["plan", str(model)])
+    assert (planned.exit_code, planned.stderr) == (2, result.stderr)
 
 
 def test_a_list_of_another_model_that_is_named_is_used_with_a_warning(model: Path, saved: Path, tmp_path: Path) -> None:
@@ -136,6 +151,55 @@ def test_a_list_that_cannot_be_saved_is_refused_before_anything_is_computed(mode
     assert result.exit_code == 2
     assert "cannot be saved" in result.stderr
     assert result.stdout == ""
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("expertstream.hotlist.os.fsync", fsync)
+
+
+@pytest.mark.usefixtures("full_disk")
+def test_a_list_that_could_not_be_saved_costs_no_result(model: Path, tmp_path: Path) -> None:
+    result = run(model, "--save-hotlist", tmp_path / "list", "--json")
+    assert result.exit_code == 1
+    assert len(json.loads(result.stdout)["tokens"]) == 12
+    message = f"error: hotlist {tmp_path / 'list'} cannot be written: No space left on device\n"
+    assert result.stderr == message
+    result = run(model, "--save-hotlist", tmp_path / "list")
+    assert "12 tokens generated" in result.stderr
+    assert result.stderr.endswith(message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("full_disk")
+@pytest.mark.parametrize(
+    ("end", "code", "said_last"),
+    [
+        (ReadFailed("the disk is gone"), 1, "error: the disk is gone\n"),
+        (KeyboardInterrupt(), 130, "cannot be written: No space left on device\n"),
+    ],
+)
+def test_a_list_that_could_not_be_saved_hides_nothing_that_went_wrong_before(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException, code: int, said_last: str
+) -> None:
+    end_in_the_fourth_pass(monkeypatch, end)
+    result = run(model, "--save-hotlist", tmp_path / "list")
+    assert result.exit_code == code
+    assert f"hotlist {tmp_path / 'list'} cannot be written" in result.stderr
+    assert result.stderr.endswith(said_last)
+    assert ("3 tokens generated, ended by interruption" in result.stderr) == isinstance(end, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(("end", "code"), [(ReadFailed("the disk is gone"), 1), (KeyboardInterrupt(), 130)])
+def test_a_list_is_saved_of_what_was_done_until_the_end(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException, code: int
+) -> None:
+    end_in_the_fourth_pass(monkeypatch, end)
+    assert run(model, "--save-hotlist", tmp_path / "list").exit_code == code
+    assert json.loads((tmp_path / "list").read_text())["experts"]
 
 
 def test_a_list_is_saved_again_with_what_the_seeds_became(model: Path, saved: Path, tmp_path: Path) -> None:

@@ -479,3 +479,22 @@ def test_nothing_runs_before_enter_or_after_exit() -> None:
     assert ops.held_workspace_bytes == 0
     with pytest.raises(UsageError, match="between enter and exit"):
         ops.matmul(x, one)
+
+
+def test_scratch_that_could_not_grow_is_not_used_as_if_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    from expertstream_engine.ops import numba_ops
+
+    workspace = numba_ops._Workspace()
+    workspace.reserve(1000)
+
+    def no_memory(size_bytes: int) -> int:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(numba_ops._Workspace, "bytes_to_hold", staticmethod(no_memory))
+        with pytest.raises(MemoryError):
+            workspace.reserve(2000)
+    address = workspace.reserve(500)
+    held = workspace._held
+    assert held.ctypes.data <= address
+    assert address + 500 <= held.ctypes.data + held.nbytes

@@ -64,9 +64,11 @@ class FakeRuntime:
 
 @pytest.fixture(autouse=True)
 def _no_memory_of_what_was_found() -> Iterator[None]:
-    device_module._runtime.cache_clear()
+    for found in (device_module._runtime, device_module.open_device):
+        found.cache_clear()
     yield
-    device_module._runtime.cache_clear()
+    for found in (device_module._runtime, device_module.open_device):
+        found.cache_clear()
 
 
 def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:

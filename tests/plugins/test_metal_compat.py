@@ -9,7 +9,6 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from expertstream import (
     SlotLayout,
     SlotPart,
     open_backend,
+    probe_backends,
 )
 from expertstream.config import BackendOption
 from expertstream_metal_compat import store as store_module
@@ -42,13 +42,6 @@ def opened(**options: object) -> Backend:
     """The backend with these options."""
     given = [BackendOption("metal_compat", key, value) for key, value in options.items()]
     return open_backend("metal_compat", options=given)
-
-
-@pytest.fixture(autouse=True)
-def options_of_their_own() -> Iterator[None]:
-    """What a test configures does not outlive it."""
-    yield
-    opened()
 
 
 @pytest.fixture
@@ -117,6 +110,18 @@ class TestWiring:
         store = opened(wire="off").alloc_slot_store(LAYOUT, 4)
         assert locked_bytes() == before
         store.close()
+
+    def test_a_listing_or_another_opening_wires_nothing_for_one_that_said_off(self) -> None:
+        before = locked_bytes()
+        unwired = opened(wire="off")
+        wired = opened(wire="try")
+        assert all(status.problem is None for status in probe_backends() if status.offer.name == "metal_compat")
+        store = unwired.alloc_slot_store(LAYOUT, 4)
+        assert locked_bytes() == before
+        other = wired.alloc_slot_store(LAYOUT, 4)
+        assert locked_bytes() > before
+        store.close()
+        other.close()
 
     def test_where_wiring_fails_partway_every_slot_works_and_a_warning_says_what_was_got(
         self, monkeypatch: pytest.MonkeyPatch

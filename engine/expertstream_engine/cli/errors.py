@@ -20,6 +20,10 @@ FAILED, BAD_INPUT, READER_GONE = 1, 2, 141
 P = ParamSpec("P")
 
 
+class FailedOnTheWay(Exception):
+    """This machine failed when loading had begun, which is no refusal any more; its cause is what to say."""
+
+
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
     """The command with its errors turned into messages and exit codes; what a signal ends is left to `main`.
 
@@ -49,6 +53,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _explained(error: Exception) -> tuple[str, int]:
+    if isinstance(error, FailedOnTheWay) and isinstance(error.__cause__, Exception):
+        return _explained(error.__cause__)[0], FAILED
     # Not imported: what is to be explained may be that the library cannot be, and then it raised nothing of its own.
     errors = sys.modules.get("expertstream.errors")
     if errors is None or not isinstance(error, errors.ExpertstreamError):

@@ -56,6 +56,6 @@ def _token_id(item: str) -> int:
     from expertstream import ConfigError
 
     stripped = item.strip()
-    if not (stripped.isascii() and stripped.removeprefix("-").isdigit()):
-        raise ConfigError(f"{item!r} in --token-ids is not a token id; write whole numbers like 1,2,3")
+    if not (stripped.isascii() and stripped.removeprefix("-").isdigit() and len(stripped) < 20):
+        raise ConfigError(f"{item[:40]!r} in --token-ids is not a token id; write whole numbers like 1,2,3")
     return int(stripped)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from expertstream_engine.cli.consoles import counted, print_json, say, starting
-from expertstream_engine.cli.errors import guarded
+from expertstream_engine.cli.errors import FailedOnTheWay, guarded
 from expertstream_engine.cli.options import (
     AsJson,
     BackendName,
@@ -162,7 +164,7 @@ def run(
             half_life_tokens=half_life_tokens,
             hotlist=hotlist,
         )
-        from expertstream import refuse_unwritable
+        from expertstream import MachineError, refuse_unwritable
         from expertstream_engine.cli.screen import Screen
         from expertstream_engine.cli.summary import print_report
         from expertstream_engine.demand import plan_run
@@ -189,21 +191,42 @@ def run(
         else:
             print_report(generation.report, sampled=temperature > 0)
 
+    def save() -> None:
+        if save_hotlist is not None and generation is not None and generation.tokens:
+            loaded.save_hotlist(save_hotlist)
+
     generation: Generation | None = None
     try:
-        with Screen(shows_text=not as_json) as screen, Model(planned, settings, screen.progress, prompts) as loaded:
-            screen.echo(text)
-            generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
+        with ExitStack() as opened, _afterwards(save):
             try:
-                _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
-            finally:
-                if save_hotlist is not None and generation.tokens:
-                    loaded.save_hotlist(save_hotlist)
-    except KeyboardInterrupt:
-        if generation is not None:
+                with Screen(shows_text=not as_json) as screen:
+                    loaded = opened.enter_context(Model(planned, settings, screen.progress, prompts))
+                    screen.echo(text)
+                    generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
+                    _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
+            except KeyboardInterrupt:
+                if generation is not None:
+                    report(generation)
+                raise
             report(generation)
+    except MachineError as error:
+        raise FailedOnTheWay from error
+
+
+@contextmanager
+def _afterwards(save: Callable[[], None]) -> Iterator[None]:
+    """Save after the block, however it ends. A failure to save is only said where another error is under way."""
+    from expertstream import MachineError
+
+    try:
+        yield
+    except BaseException:
+        try:
+            save()
+        except MachineError as error:
+            say(f"error: {error}")
         raise
-    report(generation)
+    save()
 
 
 def _show(generation: Generation, screen: Screen, max_tokens: int, *, as_text: bool) -> None:

@@ -1,25 +1,54 @@
-"""The arithmetic that models are written over: one protocol, and one module for each array library."""
+"""The arithmetic that models are written over: one protocol, and one module for each array library.
+
+Which one computes follows from where a backend's slots are, as their views say by DLPack.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from expertstream import BackendUnavailable, get_log, usable_cores
 from expertstream_engine.ops.protocol import Ops
 
+_HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # DLDeviceType: dlpack.h
 
-def ops_for(view: Any, threads: int) -> Ops:
-    """The Ops whose kernels read arrays like `view`, a backend's view of a slot; `threads` are for the CPU's."""
+
+def ops_for(view: Any, threads: int | None) -> Ops:
+    """The Ops whose kernels read memory like `view`, a backend's view of a slot.
+
+    `threads` are for those that compute on the CPU, None for one a core that this process may use; others warn of
+    being given any. Raises BackendUnavailable where no kernels read such memory.
+    """
     # An array library is imported when it is needed, and not where a run does without it.
-    if hasattr(view, "__cuda_array_interface__"):
-        from expertstream_engine.ops.cupy_ops import CupyOps, device_of
+    if _is_on_cuda(view):
+        from expertstream_engine.ops.cupy_ops import CupyOps, array_of
 
-        return CupyOps(device_of(view))
+        if threads is not None:
+            get_log().warning("threads_not_used", threads=threads, reason="a CUDA device computes, not the CPU")
+        return CupyOps(int(array_of(view).device.id))
     from expertstream_engine.ops.numba_ops import NumbaOps
 
-    return NumbaOps(threads)
+    return NumbaOps(threads or usable_cores())
 
 
 def address_of(view: Any) -> int:
-    """Where a backend's view of a slot begins, for kernels."""
-    interface = getattr(view, "__cuda_array_interface__", None) or view.__array_interface__
-    return int(interface["data"][0])
+    """Where a backend's view of a slot begins, for kernels. Raises BackendUnavailable as `ops_for` does."""
+    if _is_on_cuda(view):
+        from expertstream_engine.ops.cupy_ops import array_of
+
+        return int(array_of(view).data.ptr)
+    return int(np.from_dlpack(view).ctypes.data)
+
+
+def _is_on_cuda(view: Any) -> bool:
+    """Whether CUDA kernels read it; False where the host does. Raises BackendUnavailable for all else."""
+    device_type = int(view.__dlpack_device__()[0])
+    if device_type not in (_HOST, _CUDA, _CUDA_MANAGED):
+        raise BackendUnavailable(
+            f"the backend's slots are memory of DLPack device type {device_type}, as a {type(view).__name__}, and the"
+            f" engine has kernels for {_HOST} (host), {_CUDA} and {_CUDA_MANAGED} (CUDA) only: select another backend,"
+            f" or views of host memory where this one has such an option"
+        )
+    return device_type != _HOST

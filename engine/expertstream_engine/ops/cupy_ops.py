@@ -13,7 +13,7 @@ from typing import Any, Self
 import cupy
 import numpy as np
 from attrs import frozen
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 from numpy.typing import NDArray
 
 from expertstream.errors import DeviceOutOfMemory, MachineError, UnsupportedCheckpoint, UsageError
@@ -27,9 +27,10 @@ LARGEST_HEAD = 256
 """Elements of a head that attention goes up to: a thread has one each."""
 
 
-def device_of(view: Any) -> int:
-    """The number of the device whose kernels read an array."""
-    return int(cupy.asarray(view).device.id)
+def array_of(view: Any) -> Any:
+    """A CuPy array of the memory of any view on a CUDA device, not a copy."""
+    with _DRIVER_CALLS:
+        return cupy.asarray(view) if hasattr(view, "__cuda_array_interface__") else cupy.from_dlpack(view)
 
 
 class CupyOps:
@@ -47,16 +48,18 @@ class CupyOps:
 
     def prepare(self, type_names: Collection[str], progress: Callable[[str], None]) -> None:
         checks.check_types(type_names, SUPPORTED_TYPES)
-        runtime.setDevice(self._device)
-        for type_name in sorted(type_names):
-            progress(type_name)
-            self._kernels.embed(type_name)
-        progress("layer")
-        self._kernels.layer("rms_norm")
+        with _DRIVER_CALLS:
+            runtime.setDevice(self._device)
+            for type_name in sorted(type_names):
+                progress(type_name)
+                self._kernels.embed(type_name)
+            progress("layer")
+            self._kernels.layer("rms_norm")
 
     def __enter__(self) -> Self:
-        runtime.setDevice(self._device)
-        self._open = _Open(cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool())
+        with _DRIVER_CALLS:
+            runtime.setDevice(self._device)
+            self._open = _Open(cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool())
         self._open.position = self._new((1,), np.int64)
         return self
 
@@ -65,11 +68,12 @@ class CupyOps:
     ) -> None:
         opened, self._open = self._open, None
         if opened is not None:
-            runtime.setDevice(self._device)
-            _wait(opened.stream)
-            pool = opened.pool
-            del opened  # with all that it holds
-            pool.free_all_blocks()
+            with _DRIVER_CALLS:
+                runtime.setDevice(self._device)
+                opened.stream.synchronize()
+                pool = opened.pool
+                del opened  # with all that it holds
+                pool.free_all_blocks()
 
     @property
     def stream(self) -> int:
@@ -84,7 +88,8 @@ class CupyOps:
     def place(self, data: U8) -> U8:
         placed = self._new(data.shape, np.uint8)
         self._copy_in(_address(placed), data)
-        _wait(self._opened.stream)  # the caller may give the source up
+        with _DRIVER_CALLS:
+            self._opened.stream.synchronize()  # the caller may give the source up
         return placed
 
     def array(self, host: F32) -> F32:
@@ -95,8 +100,9 @@ class CupyOps:
     def to_host(self, x: F32) -> F32:
         host = np.empty(x.shape, np.float32)
         stream = self._opened.stream
-        runtime.memcpyAsync(host.ctypes.data, _address(x), host.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
-        _wait(stream)
+        with _DRIVER_CALLS:
+            runtime.memcpyAsync(host.ctypes.data, _address(x), host.nbytes, runtime.memcpyDeviceToHost, stream.ptr)
+            stream.synchronize()
         return host
 
     def empty(self, *shape: int) -> F32:
@@ -104,7 +110,8 @@ class CupyOps:
 
     def zeros(self, *shape: int) -> F32:
         made = self._new(shape, np.float32)
-        runtime.memsetAsync(_address(made), 0, made.nbytes, self._opened.stream.ptr)
+        with _DRIVER_CALLS:
+            runtime.memsetAsync(_address(made), 0, made.nbytes, self._opened.stream.ptr)
         return made
 
     def position(self, first: int) -> _Position:
@@ -121,7 +128,8 @@ class CupyOps:
             return work()
         if found.graph is None:
             found = recordings[key] = self._recorded(work)
-        found.graph.launch(self._opened.stream)
+        with _DRIVER_CALLS:
+            found.graph.launch(self._opened.stream)
         result: T = found.result
         return result
 
@@ -129,7 +137,8 @@ class CupyOps:
         if out.shape != x.shape:
             raise UsageError(f"x of shape {x.shape} cannot be copied to {out.shape}")
         kind = runtime.memcpyDeviceToDevice
-        runtime.memcpyAsync(_address(out), _address(x), x.nbytes, kind, self._opened.stream.ptr)
+        with _DRIVER_CALLS:
+            runtime.memcpyAsync(_address(out), _address(x), x.nbytes, kind, self._opened.stream.ptr)
 
     def rows(self, table: F32, first_position: _Position, count: int) -> F32:
         if not 0 <= first_position.first <= len(table) - count:
@@ -158,7 +167,8 @@ class CupyOps:
         self._launch(self._kernels.layer("scatter"), grid, _THREADS, out, where, rows, columns)
 
     def embed(self, table: QuantMatrix, ids: I64) -> F32:
-        runtime.setDevice(self._device)  # every pass begins here, in whichever thread
+        with _DRIVER_CALLS:
+            runtime.setDevice(self._device)  # every pass begins here, in whichever thread
         checks.check_integers("ids", ids, 1)
         if not _all_below(ids, table.rows):
             raise checks.bad_range("ids")
@@ -246,7 +256,8 @@ class CupyOps:
             self._kernels.layer("top_k"), (tokens,), 32, logits, experts, k, int(normalize), ids.ctypes.data,
             shares.ctypes.data,
         )  # fmt: skip
-        _wait(opened.stream)
+        with _DRIVER_CALLS:
+            opened.stream.synchronize()
         return ids.reshape(tokens, k).copy(), shares.reshape(tokens, k).copy()
 
     def routed_ffn(self, ffn: ExpertFfn, addresses: I64, x: F32, starts: I64, tokens: I64) -> F32:
@@ -312,13 +323,14 @@ class CupyOps:
         nbytes = np.dtype(kind).itemsize
         for length in shape:
             nbytes *= length
-        try:
-            array: NDArray[Any] = cupy.ndarray(shape, kind, self._opened.pool.malloc(nbytes))
-        except cupy.cuda.memory.OutOfMemoryError as error:
-            free_bytes, _ = runtime.memGetInfo()
-            raise DeviceOutOfMemory(
-                f"{nbytes} bytes of device memory were asked for beside the slots; {free_bytes} are free"
-            ) from error
+        with _DRIVER_CALLS:
+            try:
+                array: NDArray[Any] = cupy.ndarray(shape, kind, self._opened.pool.malloc(nbytes))
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                free_bytes, _ = runtime.memGetInfo()
+                raise DeviceOutOfMemory(
+                    f"{nbytes} bytes of device memory were asked for beside the slots; {free_bytes} are free"
+                ) from error
         if self._kept is not None:
             self._kept.append(array)
         return array
@@ -328,12 +340,13 @@ class CupyOps:
         stream = self._opened.stream
         kept: list[Any] = []
         self._kept = kept
-        stream.begin_capture()
-        try:
-            result = work()
-        finally:
-            self._kept = None
-            graph = stream.end_capture()
+        with _DRIVER_CALLS:
+            stream.begin_capture()
+            try:
+                result = work()
+            finally:
+                self._kept = None
+                graph = stream.end_capture()
         return _Recording(graph, result, kept)
 
     def _send(self, *arrays: NDArray[Any]) -> list[Any]:
@@ -349,11 +362,14 @@ class CupyOps:
 
     def _copy_in(self, address: int, host: NDArray[Any]) -> None:
         """From pageable memory, which the driver has read when the call returns."""
-        runtime.memcpyAsync(address, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, self._opened.stream.ptr)
+        stream = self._opened.stream
+        with _DRIVER_CALLS:
+            runtime.memcpyAsync(address, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     def _launch(self, kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
         if 0 not in grid:
-            kernel(grid, (threads,), arguments, 0, self._opened.stream)
+            with _DRIVER_CALLS:
+                kernel(grid, (threads,), arguments, 0, self._opened.stream)
 
     def _elementwise(self, name: str, count: int, *arguments: Any) -> None:
         self._launch(self._kernels.layer(name), (-(-count // _THREADS),), _THREADS, *arguments)
@@ -505,7 +521,8 @@ class _Answers:
     def room(self, count: int) -> tuple[I64, F32]:
         """Ids and shares, `count` each, that the last call's answers no longer need."""
         if count > self._count:
-            memory = cupy.cuda.alloc_pinned_memory(12 * count)
+            with _DRIVER_CALLS:
+                memory = cupy.cuda.alloc_pinned_memory(12 * count)
             self._ids = np.frombuffer(memory, np.int64, count)
             self._shares = np.frombuffer(memory, np.float32, count, 8 * count)
             self._count = count
@@ -539,12 +556,31 @@ def _address(array: Any) -> int:
     return int(array.data.ptr)
 
 
-def _wait(stream: Any) -> None:
-    """Until all that was launched is done. Here errors of the device show, whichever launch they come from."""
-    try:
-        stream.synchronize()
-    except runtime.CUDARuntimeError as error:
-        raise MachineError(f"the CUDA device failed, and this process cannot use it any more: {error}") from error
+class _DriverCalls:
+    """What CUDA raises inside, as MachineError. An error may come from any launch before the call that raises it.
+
+    A class of its own without state, because it is entered for every launch: a generator's context costs more.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # CuPy loads and launches kernels by the driver's own interface, and asks the runtime for all else.
+        if isinstance(error, runtime.CUDARuntimeError | driver.CUDADriverError):
+            if error.status == _OUT_OF_MEMORY:
+                raise DeviceOutOfMemory(f"memory that CUDA needs beside the slots cannot be had: {error}") from error
+            raise MachineError(
+                f"the CUDA device failed, and after most errors this process cannot use it any more: {error}"
+            ) from error
+
+
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and CUDA_ERROR_OUT_OF_MEMORY: driver_types.h, cuda.h
+_DRIVER_CALLS = _DriverCalls()
 
 
 def _all_below(numbers: I64, end: int) -> bool:

@@ -325,7 +325,9 @@ class _Workspace:
     def reserve(self, nbytes: int) -> int:
         """The aligned address of `nbytes` of undefined content; ends what was reserved before."""
         if nbytes > self._room:
-            self._held = np.empty(0, np.uint8)  # the old block goes before the new one comes
+            # The old block goes before the new one comes; whatever ends this half-way leaves nothing that claims room.
+            self._room = 0
+            self._held = np.empty(0, np.uint8)
             self._held = np.empty(self.bytes_to_hold(nbytes), np.uint8)
             self._address = _aligned(int(self._held.ctypes.data))
             self._room = nbytes

@@ -25,7 +25,7 @@ class Device:
     runtime: Any = field(repr=False, eq=False)
 
     def use(self) -> None:
-        """Make it the calling thread's current device, which every thread has its own of."""
+        """Make it the calling thread's current device, which every thread has its own of. Belongs inside `failing`."""
         self.runtime.setDevice(self.number)
 
     def attribute(self, name: str) -> int:
@@ -70,11 +70,12 @@ class Device:
         return CommitFailed(f"slot {slot} of CUDA device {self.number} ({self.name}): {error}")
 
 
+@cache
 def open_device(which: str) -> Device:
     """The device of that number or UUID, "0" or "GPU-...".
 
-    Raises BackendUnavailable where CuPy, the driver, any device or that device is missing, saying which. Says in the
-    log which one of several it is.
+    Raises BackendUnavailable where CuPy, the driver, any device or that device is missing, saying which. The
+    driver is asked once in a process, and the log says once which one of several it is.
     """
     devices = _devices()
     for device, identity in devices:

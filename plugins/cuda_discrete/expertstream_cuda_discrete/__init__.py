@@ -44,12 +44,12 @@ class Options:
 
 
 _options = Options()
-"""Of the opening under way. A store keeps what it was made with."""
+"""Of the opening that asks now. A store keeps what it was made with."""
 
 
 @hookimpl
 def configure(options: Options) -> None:
-    """Count for every hook called from now on."""
+    """Count until the core says others, as it does when another opening asks."""
     global _options
     _options = options
 

@@ -27,13 +27,15 @@ class DeviceStore:
         self.layout = layout
         self.slot_count = slot_count
         self._runtime = device.runtime
-        device.use()
+        with device.failing():
+            device.use()
         self._stream: int | None = None
         self._memory = self._pinned = 0
         self._memory = _allocated(device, layout, slot_count)
         try:
             self._pinned, buffer_count = self._allocate_pinned(buffer_count)
-            self._stream = self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking)
+            with device.failing():
+                self._stream = self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking)
         except BaseException:
             self.close()
             raise
@@ -51,14 +53,19 @@ class DeviceStore:
     def stage(self, slot: int) -> Staging:
         """A buffer whose copy is over; blocks until there is one."""
         self.address(slot)
-        self.device.use()
-        with self._returned:
-            while not self._idle:
-                self._returned.wait()
-            buffer = self._take_idle()
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # outside the lock: others may return buffers meanwhile
-            buffer.copied = None
+        with self.device.failing():
+            self.device.use()
+            with self._returned:
+                while not self._idle:
+                    self._returned.wait()
+                buffer = self._take_idle()
+            if buffer.copied is not None:
+                try:
+                    buffer.copied.synchronize()  # outside the lock: others may return buffers meanwhile
+                except BaseException:
+                    self._give_back(buffer)  # with its event: the next one waits for it again
+                    raise
+                buffer.copied = None
         return Staging(slot, buffer.view)
 
     def discard(self, staging: Staging) -> None:
@@ -74,8 +81,9 @@ class DeviceStore:
             self.device.use()
             readers = self._reads[slot]
             while readers:
-                _, event = readers.popitem()
+                reader, event = next(iter(readers.items()))
                 runtime.streamWaitEvent(stream, event.ptr)
+                del readers[reader]  # no sooner: a commit that is tried again waits for it again
                 self._spare_events.append(event)
             copied = self._event()
             runtime.memcpyAsync(target, buffer.address, self.layout.slot_bytes, runtime.memcpyHostToDevice, stream)
@@ -90,12 +98,14 @@ class DeviceStore:
     def mark_read(self, slot: int, stream: int) -> None:
         """An event on the reader's stream, which the next copy into the slot waits for."""
         self.address(slot)
-        self.device.use()
         readers = self._reads[slot]
-        event = readers.get(stream)
-        if event is None:
-            event = readers[stream] = self._event()
-        self._runtime.eventRecord(event.ptr, stream)
+        with self.device.failing():
+            self.device.use()
+            event = readers.get(stream)
+            if event is None:
+                event = self._event()
+            self._runtime.eventRecord(event.ptr, stream)
+        readers[stream] = event  # no sooner: waiting for an event that was never recorded is not waiting
 
     def device_view(self, slot: int) -> Any:
         """A CuPy array of the slot, (slot_bytes,) uint8."""
@@ -186,24 +196,24 @@ class DeviceCommit:
 
     def done(self) -> bool:
         """Whether the event after the copy is over."""
-        self._device.use()
         try:
+            self._device.use()
             return bool(self._copied.done)
         except self._device.runtime.CUDARuntimeError as error:
             raise self._device.commit_failed(self._slot, error) from error
 
     def wait(self) -> None:
         """Block until it is."""
-        self._device.use()
         try:
+            self._device.use()
             self._copied.synchronize()
         except self._device.runtime.CUDARuntimeError as error:
             raise self._device.commit_failed(self._slot, error) from error
 
     def order_before(self, stream: int) -> None:
         """Make the stream wait for it, not the host."""
-        self._device.use()
         try:
+            self._device.use()
             self._device.runtime.streamWaitEvent(stream, self._copied.ptr)
         except self._device.runtime.CUDARuntimeError as error:
             raise self._device.commit_failed(self._slot, error) from error

@@ -6,6 +6,7 @@ Staging is the slot. Announced readers are waited for on the host, before the sl
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -33,11 +34,12 @@ class HostStore:
         except (OSError, OverflowError, ValueError) as error:
             raise self._refusal(size_bytes, error) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer page faults, and fewer pages to pin
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # EINVAL from a kernel that was built without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         whole = np.frombuffer(memory, np.uint8)
         if registered:
-            device.use()
             try:
+                device.use()
                 device.runtime.hostRegister(whole.ctypes.data, size_bytes, _REGISTER_MAPPED)
             except device.runtime.CUDARuntimeError as error:
                 raise self._refusal(size_bytes, error) from error
@@ -50,11 +52,13 @@ class HostStore:
     def stage(self, slot: int) -> Staging:
         """The slot itself, once its announced readers are done."""
         view = self._slot(slot)
-        self.device.use()
         readers = self._reads[slot]
-        while readers:
-            _, event = readers.popitem()
-            event.synchronize()
+        with self.device.failing():
+            self.device.use()
+            while readers:
+                stream, event = next(iter(readers.items()))
+                event.synchronize()
+                del readers[stream]  # no sooner: whoever tries again after a failure waits for it again
         return Staging(slot, view.data)
 
     def discard(self, staging: Staging) -> None:
@@ -65,9 +69,10 @@ class HostStore:
         import cupy  # when it is needed, see expertstream_cuda
 
         self._slot(slot)
-        self.device.use()
-        event = cupy.cuda.Event(disable_timing=True)
-        self.device.runtime.eventRecord(event.ptr, stream)
+        with self.device.failing():
+            self.device.use()
+            event = cupy.cuda.Event(disable_timing=True)
+            self.device.runtime.eventRecord(event.ptr, stream)
         self._reads[slot][stream] = event
 
     def device_view(self, slot: int) -> Any:
@@ -79,9 +84,9 @@ class HostStore:
         return read_back(self.device, self.address(slot), self.layout.slot_bytes)
 
     def close(self) -> None:
-        """Wait for announced readers, then give the mapping up; it is unmapped when the last view of it is gone.
+        """Wait for announced readers, then give the mapping up: no view of a slot may be read from then on.
 
-        Raises MachineError where the device was lost before.
+        A device view keeps the store alive, not the mapping. Raises MachineError where the device was lost before.
         """
         if self._slots is None:
             return

@@ -9,6 +9,7 @@ import math
 import mmap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock
 from typing import Any, Literal
 
@@ -150,7 +151,8 @@ def _map(slot_count: int, stride_bytes: int, layout: SlotLayout) -> NDArray[np.u
     except (OSError, OverflowError, ValueError) as error:
         raise DeviceOutOfMemory(f"{refusal}; the system says: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer page faults and TLB misses; direct reads pin fewer pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # EINVAL from a kernel that was built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
     mapped = np.frombuffer(memory, np.uint8)
     start = -mapped.ctypes.data % layout.alignment
     return mapped[start : start + size_bytes].reshape(slot_count, stride_bytes)

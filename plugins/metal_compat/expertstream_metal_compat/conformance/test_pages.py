@@ -7,9 +7,9 @@ import mmap
 import numpy as np
 import pytest
 
+from expertstream import SlotLayout
 from expertstream.conformance.experts import ONE_PAGE, SMALL
 from expertstream.conformance.plugin import OpenSlots
-from expertstream.slots import SlotLayout
 
 
 @pytest.mark.hook("alloc_slot_store")

@@ -1,0 +1,112 @@
+"""A CUDA driver that fails while a model computes: its errors come out as this library's. CuPy is a stand-in here."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+
+from expertstream import DeviceOutOfMemory, MachineError
+
+OF_CUPY = ("expertstream_engine.cuda", "expertstream_engine.ops.cupy_ops")
+
+
+class FakeError(RuntimeError):
+    """What CuPy's two bindings raise; 2 is out of memory in both."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"error {status}")
+        self.status = status
+
+
+class RuntimeFailed(FakeError):
+    """Of the runtime."""
+
+
+class DriverFailed(FakeError):
+    """Of the driver, which loads and launches kernels."""
+
+
+class PoolIsFull(MemoryError):
+    """Of CuPy's own pool."""
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+    """A CuPy that does nothing, for modules that are imported anew."""
+    fake = MagicMock()
+    fake.cuda.runtime.CUDARuntimeError, fake.cuda.driver.CUDADriverError = RuntimeFailed, DriverFailed
+    fake.cuda.memory.OutOfMemoryError = PoolIsFull
+    fake.cuda.runtime.memGetInfo.return_value = 4096, 8192
+    for name, module in {"cupy": fake, "cupy.cuda": fake.cuda, "cupy.cuda.runtime": fake.cuda.runtime}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    real = {name: sys.modules.pop(name, None) for name in OF_CUPY}
+    yield fake
+    for name, module in real.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+@pytest.fixture
+def ops(cupy: MagicMock) -> Any:
+    return importlib.import_module(OF_CUPY[1]).CupyOps(0).__enter__()
+
+
+HOST = np.zeros((1, 4), np.float32)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(2, DeviceOutOfMemory), (700, MachineError)])
+@pytest.mark.parametrize(
+    ("failing", "call"),
+    [
+        ("runtime.setDevice", lambda ops: ops.embed(MagicMock(), np.zeros(1, np.int64))),
+        ("runtime.setDevice", lambda ops: ops.prepare((), lambda name: None)),
+        ("runtime.memcpyAsync", lambda ops: ops.array(HOST)),
+        ("runtime.memcpyAsync", lambda ops: ops.copy(MagicMock(shape=(1, 4)), MagicMock(shape=(1, 4)))),
+        ("runtime.memcpyAsync", lambda ops: ops.to_host(MagicMock(shape=(1, 4)))),
+        ("runtime.memsetAsync", lambda ops: ops.zeros(4)),
+        ("Stream.return_value.synchronize", lambda ops: ops.place(HOST.view(np.uint8))),
+        ("Stream.return_value.synchronize", lambda ops: ops.__exit__(None, None, None)),
+        ("Stream.return_value.begin_capture", lambda ops: [ops.repeated("a", list) for _ in range(2)]),
+        ("Stream.return_value.end_capture", lambda ops: [ops.repeated("a", list) for _ in range(2)]),
+        (
+            "Stream.return_value.end_capture.return_value.launch",
+            lambda ops: [ops.repeated("a", list) for _ in range(2)],
+        ),
+        ("alloc_pinned_memory", lambda ops: ops.top_k(HOST, 2, False)),
+        ("MemoryPool.return_value.malloc", lambda ops: ops.empty(4)),
+    ],
+)
+def test_what_the_runtime_raises_is_a_machine_error(
+    cupy: MagicMock, ops: Any, failing: str, call: Any, status: int, kind: type[Exception]
+) -> None:
+    cupy.cuda.configure_mock(**{f"{failing}.side_effect": RuntimeFailed(status)})
+    with pytest.raises(MachineError, match=f"error {status}") as error:
+        call(ops)
+    assert type(error.value) is kind
+    assert isinstance(error.value.__cause__, RuntimeFailed)
+
+
+def test_a_kernel_that_cannot_be_launched_is_a_machine_error(cupy: MagicMock, ops: Any) -> None:
+    kernel = cupy.RawModule.return_value.get_function.return_value.kernel
+    kernel.side_effect = DriverFailed(701)
+    with pytest.raises(MachineError, match="error 701"):
+        ops.rms_norm(HOST, HOST[0], 1e-5)
+
+
+def test_a_full_pool_says_what_was_asked_and_what_is_free(cupy: MagicMock, ops: Any) -> None:
+    cupy.cuda.MemoryPool.return_value.malloc.side_effect = PoolIsFull()
+    with pytest.raises(DeviceOutOfMemory, match=r"32 bytes of device memory.*4096 are free"):
+        ops.empty(2, 4)
+
+
+def test_mistakes_in_the_program_are_not_taken_for_the_drivers(cupy: MagicMock, ops: Any) -> None:
+    cupy.cuda.runtime.memsetAsync.side_effect = RuntimeError("a mistake")
+    with pytest.raises(RuntimeError, match="a mistake"):
+        ops.zeros(4)

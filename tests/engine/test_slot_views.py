@@ -1,0 +1,105 @@
+"""Which kernels read a backend's slots: decided by where the memory is, as DLPack says, and by nothing else."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from structlog.testing import capture_logs
+
+import expertstream_cpu
+import expertstream_engine.session as session
+from expertstream import BackendUnavailable, usable_cores
+from expertstream_engine import BUNDLED_MODEL, open_model
+from expertstream_engine.ops import address_of, ops_for
+from expertstream_engine.ops.numba_ops import NumbaOps
+
+HOST, CUDA, CUDA_HOST, METAL, CUDA_MANAGED = 1, 2, 3, 8, 13  # DLDeviceType: dlpack.h
+
+
+class View:
+    """All that the contract asks of a view, DLPack, and nothing that numpy's arrays have besides."""
+
+    def __init__(self, memory: NDArray[np.uint8], device_type: int = HOST) -> None:
+        self._memory, self._device_type = memory, device_type
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self._memory.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device_type, 0
+
+
+def show_as(device_type: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU backend's views have DLPack alone, of that device type."""
+    real = expertstream_cpu.HostStore.device_view
+    monkeypatch.setattr(
+        expertstream_cpu.HostStore, "device_view", lambda store, slot: View(real(store, slot), device_type)
+    )
+
+
+def test_a_view_with_dlpack_alone_is_enough_to_run_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens() -> list[int]:
+        with open_model(BUNDLED_MODEL, expert_memory="50%") as model:
+            generation = model.generate([1, 5, 9], 12, ignore_eos=True)
+            for _ in generation:
+                pass
+            return generation.tokens
+
+    expected = tokens()
+    show_as(HOST, monkeypatch)
+    assert tokens() == expected
+
+
+def test_a_host_view_is_found_where_its_bytes_are() -> None:
+    memory = np.arange(64, dtype=np.uint8)
+    for view in (memory[16:], View(memory[16:])):
+        assert address_of(view) == memory.ctypes.data + 16
+        assert isinstance(ops_for(view, None), NumbaOps)
+
+
+@pytest.mark.parametrize("device_type", [CUDA_HOST, METAL])
+def test_memory_that_no_kernels_read_is_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, device_type: int
+) -> None:
+    def load_resident(*_: object) -> None:
+        raise AssertionError("weights were loaded")
+
+    show_as(device_type, monkeypatch)
+    monkeypatch.setattr(session, "load_resident", load_resident)
+    with pytest.raises(BackendUnavailable, match=rf"DLPack device type {device_type}, as a View, .* 1 \(host\)"):
+        open_model(BUNDLED_MODEL)
+    with pytest.raises(BackendUnavailable, match=f"DLPack device type {device_type}"):
+        address_of(View(np.zeros(1, np.uint8), device_type))
+
+
+@pytest.mark.parametrize("device_type", [CUDA, CUDA_MANAGED])
+def test_threads_that_were_set_are_said_to_be_unused_where_a_device_computes(
+    monkeypatch: pytest.MonkeyPatch, device_type: int
+) -> None:
+    array = types.SimpleNamespace(device=types.SimpleNamespace(id=3), data=types.SimpleNamespace(ptr=4096))
+    stand_in = types.ModuleType("expertstream_engine.ops.cupy_ops")
+    vars(stand_in).update(CupyOps=lambda device: ("on device", device), array_of=lambda view: array)
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    view = View(np.zeros(1, np.uint8), device_type)
+    with capture_logs() as events:
+        assert ops_for(view, None) == ("on device", 3)
+    assert events == []
+    with capture_logs() as events:
+        assert ops_for(view, 6) == ("on device", 3)
+    assert [(event["event"], event["log_level"], event["threads"]) for event in events] == [
+        ("threads_not_used", "warning", 6)
+    ]
+    assert address_of(view) == 4096
+
+
+def test_the_cpu_computes_with_the_threads_that_were_set_else_with_one_a_core() -> None:
+    view = np.zeros(1, np.uint8)
+    with capture_logs() as events:
+        threads = [ops_for(view, wanted)._pool.threads for wanted in (3, None)]  # type: ignore[attr-defined]  # NumbaOps
+    assert threads == [3, usable_cores()]
+    assert events == []
