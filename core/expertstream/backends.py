@@ -147,7 +147,9 @@ class Backend:
 
     def commit_slot(self, store: SlotStore, staging: Staging) -> Commit:
         """As the hook of this name."""
-        commit: Commit = self.hooks.commit_slot(store=store, staging=staging)
+        commit: Commit = _called(
+            self.offer, "commit_slot", lambda: self.hooks.commit_slot(store=store, staging=staging)
+        )
         if type(commit) not in self._commit_types:  # for every miss: isinstance of a Protocol only for a new type
             self._checked("commit_slot", Commit, commit)  # type: ignore[type-abstract]  # isinstance of a runtime protocol
             self._commit_types.add(type(commit))
@@ -182,7 +184,7 @@ class Backend:
 
     def _answer(self, hook: str, kind: type[T], **arguments: object) -> T:
         with self._configured():
-            answer = getattr(self.hooks, hook)(**arguments)
+            answer = _called(self.offer, hook, lambda: getattr(self.hooks, hook)(**arguments))
         return self._checked(hook, kind, answer)
 
     @contextmanager

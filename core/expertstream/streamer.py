@@ -117,9 +117,13 @@ class Lease:
         """
         for part in self._parts:
             part.release(stream)
-        streamer, self._streamer = self._streamer, None
-        if streamer is not None and not self._parts:
-            streamer._release(self, stream)
+        if self._parts:
+            self._streamer = None
+        elif self._streamer is not None:
+            self._streamer._release(self, stream)
+
+    def __del__(self) -> None:
+        self.release()  # one that nobody has any more, such as after an interrupt in the middle of its release
 
     def __enter__(self) -> Self:
         return self
@@ -332,19 +336,13 @@ class ExpertStreamer:
         wanted, chosen_by = self._checked(layer, experts), np.array(counts, np.int64)
         if chosen_by.shape != wanted.shape or len(set(wanted.tolist())) < wanted.size:
             raise UsageError(f"{wanted.size} experts need distinct numbers and as many counts, not {chosen_by.shape}")
-        with self._lock:
-            self._open_filler()
-            self._reap()
-            if residency.announce(self._tables, layer, wanted, True) < 0:
-                residency.announce(self._tables, layer, wanted, False)  # those in front of the wrong one
-                raise self._refusal(residency.OUT_OF_RANGE, layer, wanted)
-            self._policy.select(self._policy.ranks, layer * self.experts_per_layer, wanted, chosen_by)
-            self._steps += 1
-            first, end = self._tables.slot_range[layer]
-            self._exhausted += int(wanted.size > end - first)
         ahead: deque[Lease] = deque()
         issued = done = 0
         try:
+            with self._lock:
+                self._open_filler()
+                self._reap()
+                self._announce(layer, wanted, chosen_by)
             while done < wanted.size:
                 issued += self._issue(layer, wanted[issued:], ahead, needed=True)
                 ahead[0].wait(stream)
@@ -456,6 +454,15 @@ class ExpertStreamer:
                 self._hits += found.size
             self._steps += 1
         return None
+
+    def _announce(self, layer: int, wanted: NDArray[np.int64], chosen_by: NDArray[np.int64]) -> None:
+        """A step in rounds begins: what it needs is marked, and its selections count; under the lock."""
+        if residency.announce(self._tables, layer, wanted, True) < 0:
+            raise self._refusal(residency.OUT_OF_RANGE, layer, wanted)
+        self._policy.select(self._policy.ranks, layer * self.experts_per_layer, wanted, chosen_by)
+        self._steps += 1
+        first, end = self._tables.slot_range[layer]
+        self._exhausted += int(wanted.size > end - first)
 
     def _issue(self, layer: int, wanted: NDArray[np.int64], ahead: deque[Lease], *, needed: bool) -> int:
         """Lease the next experts one by one, as far as lookahead and spare slots go; how many were issued.
@@ -630,9 +637,9 @@ class ExpertStreamer:
         return None
 
     def _release(self, lease: Lease, stream: int | None) -> None:
-        if self._filler is None:
-            return
         with self._lock:  # so that no two reads of a slot are told at once
+            if lease._streamer is None or self._filler is None:
+                return
             try:
                 if stream is not None:
                     for position, slot in enumerate(lease.slots.tolist()):
@@ -640,6 +647,7 @@ class ExpertStreamer:
                             store, local = self._store_of_slot[slot]
                             store.mark_read(local, stream)
             finally:
+                lease._streamer = None  # first: a lease that ended twice would free what others read
                 residency.release(self._tables, lease.slots)
 
     def _views(self, layer: int, expert: int, slot: int) -> Mapping[str, Any]:

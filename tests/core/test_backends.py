@@ -547,3 +547,22 @@ def test_a_listing_shows_every_broken_backend_beside_the_sound_one(install: Inst
     assert usable == dict.fromkeys(("import", "misanswering", "nothing", "raising", "twin", "unversioned"), False) | {
         "bare": True
     }
+
+
+@pytest.mark.parametrize("hook", ["alloc_slot_store", "commit_slot", "budget_for_expert_size"])
+def test_what_a_hook_raises_of_its_own_names_backend_and_hook(install: Install, hook: str) -> None:
+    def fail() -> None:
+        raise OSError(12, "ioctl")
+
+    fail.__name__ = hook
+    module = sound()
+    vars(module)[hook] = hookimpl(fail)
+    install("broken", module)
+    backend = open_backend("broken")
+    calls: dict[str, Callable[[], object]] = {
+        "alloc_slot_store": lambda: backend.alloc_slot_store(LAYOUT, 2),
+        "commit_slot": lambda: backend.commit_slot(Store(LAYOUT, 1), Staging(0, memoryview(b""))),
+        "budget_for_expert_size": lambda: backend.budget_for_expert_size(4096, 0, 3),
+    }
+    with pytest.raises(BackendContractError, match=rf"'broken'.*{hook} raised OSError: .*ioctl"):
+        calls[hook]()

@@ -23,6 +23,7 @@ from expertstream import (
     CheckpointError,
     CommitFailed,
     Demand,
+    DeviceOutOfMemory,
     ExpertKey,
     ExpertStreamer,
     Lease,
@@ -756,13 +757,13 @@ def test_an_allocation_that_fails_leaves_nothing_open(written: checkpoint_files.
         def alloc_slot_store(self) -> Iterator[None]:
             self.calls += 1
             if self.calls == 2:
-                raise MemoryError("no second store")
+                raise DeviceOutOfMemory("no second store")
             store = yield
             real_close = store.close
             store.close = lambda: (closed.append(1), real_close())
             return store
 
-    with pytest.raises(MemoryError):
+    with pytest.raises(DeviceOutOfMemory):
         open_streamer(written, observers=[FailSecond()])
     assert closed == [1]
 

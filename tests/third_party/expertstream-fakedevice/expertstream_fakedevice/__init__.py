@@ -68,7 +68,7 @@ class DeviceStore:
     def close(self):
         for stream in self.streams.values():
             stream.shutdown()  # waits for what is under way
-        self.slots = None
+        self.slots = self.idle = None  # the slots and the staging buffers
 
 
 @hookimpl
