@@ -10,7 +10,7 @@ from expertstream.backends import (
     probe_backends,
 )
 from expertstream.checkpoint import Checkpoint, ExpertLayer, ExpertPart, TensorInfo, open_checkpoint
-from expertstream.config import BackendNames, BackendOption, StreamSettings, load_settings
+from expertstream.config import BackendNames, BackendOption, HostTiering, StreamSettings, load_settings
 from expertstream.errors import (
     BackendContractError,
     BackendNotFound,
@@ -30,6 +30,7 @@ from expertstream.errors import (
     UsageError,
 )
 from expertstream.hookspecs import hookimpl
+from expertstream.host_tier import TierState
 from expertstream.hotlist import (
     Hotlist,
     choose_hotlist,
@@ -52,11 +53,13 @@ from expertstream.slots import (
     Commit,
     DeviceDescription,
     ExpertKey,
+    HostSlots,
     SlotBudget,
     SlotLayout,
     SlotPart,
     SlotStore,
     Staging,
+    StoreMemory,
 )
 from expertstream.streamer import Counters, ExpertStreamer, Lease
 from expertstream.units import MemoryRequest, format_bytes
@@ -91,6 +94,8 @@ __all__ = [
     "ExpertPart",
     "ExpertStreamer",
     "ExpertstreamError",
+    "HostSlots",
+    "HostTiering",
     "Hotlist",
     "Lease",
     "LogHooks",
@@ -105,8 +110,10 @@ __all__ = [
     "SlotStore",
     "Staging",
     "StoreClosed",
+    "StoreMemory",
     "StreamSettings",
     "TensorInfo",
+    "TierState",
     "UnsupportedCheckpoint",
     "UsageError",
     "available_memory",

@@ -36,10 +36,12 @@ from expertstream.slots import (
     Commit,
     DeviceDescription,
     ExpertKey,
+    HostSlots,
     SlotBudget,
     SlotLayout,
     SlotStore,
     Staging,
+    StoreMemory,
 )
 
 GROUP = "expertstream.backends"
@@ -155,6 +157,31 @@ class Backend:
             self._commit_types.add(type(commit))
         return commit
 
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether host slots can be had below its slots; where those are host memory, they would keep bytes twice."""
+        return "alloc_host_slots" in self.implemented and not self._is_addressable
+
+    def alloc_host_slots(self, store: SlotStore, slot_count: int) -> HostSlots:
+        """As the hook of this name, which goes by the store; fewer or more host slots than asked for are refused."""
+        host_slots: HostSlots = _called(
+            self.offer, "alloc_host_slots", lambda: self.hooks.alloc_host_slots(store=store, slot_count=slot_count)
+        )
+        self._checked("alloc_host_slots", HostSlots, host_slots)  # type: ignore[type-abstract]  # isinstance of a runtime protocol
+        if host_slots.slot_count != slot_count:
+            raise BackendContractError(
+                f"{self.offer}: alloc_host_slots made {host_slots.slot_count} host slots; {slot_count} were asked for"
+            )
+        return host_slots
+
+    def measure_store(self, store: SlotStore) -> StoreMemory:
+        """As the hook of this name, which goes by the store."""
+        return self._checked(
+            "measure_store",
+            StoreMemory,
+            _called(self.offer, "measure_store", lambda: self.hooks.measure_store(store=store)),
+        )
+
     def seed_experts(self, hottest: Sequence[ExpertKey], slot_count: int) -> Sequence[ExpertKey]:
         """As the hook of this name; experts named twice, too many or not in `hottest` are refused."""
         seeds = self._answer("seed_experts", Sequence, hottest=hottest, slot_count=slot_count)  # type: ignore[type-abstract]  # isinstance of an abstract class
@@ -206,7 +233,7 @@ class Backend:
         remedy = ""
         if answer is None and kind is Commit:
             remedy = "; return READY where there is nothing to wait for"
-        elif answer is not None and kind in (Commit, SlotStore):
+        elif answer is not None and kind in (Commit, SlotStore, HostSlots):
             remedy = f"; it lacks {', '.join(name for name in _members(kind) if not hasattr(answer, name))}"
         raise BackendContractError(f"{self.offer}: {hook} returned {answer!r}, not a {kind.__name__}{remedy}")
 

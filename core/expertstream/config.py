@@ -27,6 +27,9 @@ from expertstream.units import MemoryRequest
 
 IoMode = Literal["auto", "direct", "buffered"]
 
+HostTiering = Literal["inclusive", "exclusive"]
+"""What a host tier keeps: what is read from the file, also while a slot has it; or what leaves a slot."""
+
 ENVIRONMENT_PREFIX = "EXPERTSTREAM_"
 
 BackendNames = str | tuple[str, ...]
@@ -85,7 +88,9 @@ def whole_number(least: int, most: int | None = None) -> Callable[[object, attrs
 class StreamSettings:
     """What the core can be told. An engine adds its own by subclassing.
 
-    `expert_memory` None leaves the amount to the planner, `half_life_tokens` None the half-life to the policy.
+    `expert_memory` None leaves the amount to the planner, `host_memory` None too; it is what a host tier takes below
+    slots that are not host memory. `host_tier` None is the default kind, where there is a host tier.
+    `half_life_tokens` None leaves the half-life to the policy.
     `backends` are the options of backends, in the order given: [backends.NAME] in a file,
     EXPERTSTREAM_BACKENDS__NAME__KEY, --backend-option NAME.KEY=VALUE.
     """
@@ -93,6 +98,10 @@ class StreamSettings:
     backend: BackendNames = field(validator=_are_backend_names)
     backends: tuple[BackendOption, ...] = ()
     expert_memory: MemoryRequest | None = None
+    host_memory: MemoryRequest | None = None
+    host_tier: HostTiering | None = field(
+        default=None, validator=validators.optional(validators.in_(get_args(HostTiering)))
+    )
     policy: str = field(default="hotness", validator=validators.min_len(1))
     io_mode: IoMode = field(default="auto", validator=validators.in_(get_args(IoMode)))
     filler_threads: int = field(default=8, validator=whole_number(1, 64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from expertstream.hookspecs import hookimpl
-from expertstream.slots import DeviceDescription, ExpertKey
+from expertstream.slots import DeviceDescription, ExpertKey, SlotStore, StoreMemory
 
 
 @hookimpl
@@ -18,3 +18,9 @@ def seed_experts(hottest: Sequence[ExpertKey], slot_count: int) -> Sequence[Expe
 def describe_device() -> DeviceDescription:
     """A device that its backend does not describe."""
     return DeviceDescription("not described by its backend")
+
+
+@hookimpl
+def measure_store(store: SlotStore) -> StoreMemory:
+    """What the slots' sizes come to."""
+    return StoreMemory(store.slot_count * store.layout.slot_bytes, 0)

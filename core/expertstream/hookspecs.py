@@ -13,10 +13,11 @@ backend leaves out, and any observers, so every hook has one answer. Three rules
   and lets nothing of its driver's library escape.
 
 Order: `configure`, `host_memory_is_device_addressable`, `describe_device`; then for each size class
-`budget_for_expert_size`; then for each `alloc_slot_store`; then `seed_experts` and commits; `SlotStore.close` last.
-All but `commit_slot` and `launch_read` are called from one thread at a time. A backend may be opened several
-times in one process, one after the other or side by side, so what it keeps belongs to its stores, but for its options:
-those are the caller's at every call but of the two, which go by their store.
+`budget_for_expert_size`; then for each `alloc_slot_store`; then `seed_experts` and commits, and `alloc_host_slots`
+meanwhile; `SlotStore.close` last. All but `commit_slot`, `launch_read` and `alloc_host_slots` are called from one
+thread at a time. A backend may be opened several times in one process, one after the other or side by side, so what it
+keeps belongs to its stores, but for its options:
+those are the caller's at every call but of the hooks that are given a store, which go by their store.
 
 Lifetimes: a store lives from `alloc_slot_store` to `close`, a view as long as its store, a staging until its
 commit or discard, a Commit as long as anyone holds it, also after the slot has been filled anew.
@@ -35,7 +36,17 @@ from collections.abc import Callable, Sequence
 
 import pluggy
 
-from expertstream.slots import Commit, DeviceDescription, ExpertKey, SlotBudget, SlotLayout, SlotStore, Staging
+from expertstream.slots import (
+    Commit,
+    DeviceDescription,
+    ExpertKey,
+    HostSlots,
+    SlotBudget,
+    SlotLayout,
+    SlotStore,
+    Staging,
+    StoreMemory,
+)
 
 PROJECT = "expertstream"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -89,8 +100,9 @@ def commit_slot(store: SlotStore, staging: Staging) -> Commit:
     its device current in the calling thread. Must not wait for the copy: a store that kernels read directly
     returns READY, a discrete one starts the copy, records an event after it and returns a Commit on that
     event. The staging buffer is lent again no sooner than its copy has ended, and the copy starts no sooner than
-    the reads told to `SlotStore.mark_read` have ended. Raises CommitFailed, or the Commit does, where the bytes
-    cannot be published; a commit that raises has ended the lease too, and the slot is empty.
+    the reads told to `SlotStore.mark_read` have ended. Commits of one slot land in the order in which they were made.
+    Raises CommitFailed, or the Commit does, where the bytes cannot be published; a commit that raises has ended the
+    lease too, and the slot is empty.
     """
 
 
@@ -101,6 +113,25 @@ def seed_experts(hottest: Sequence[ExpertKey], slot_count: int) -> Sequence[Expe
     Optional; by default the first `slot_count` of `hottest`, which a hotness list ranks. A backend answers when it
     knows better, such as () where nothing should be read ahead. Must return distinct members of `hottest`,
     no more than `slot_count`.
+    """
+
+
+@hookspec(firstresult=True)
+def alloc_host_slots(store: SlotStore, slot_count: int) -> HostSlots:
+    """Allocate that many host slots for a store whose slots are not host memory: a piece of its host tier.
+
+    Optional; without it there is no host tier, and asking for one is refused. Called from a thread of the core's own
+    while the store is in use, several times for one store, so that pinning goes on while a model loads: each piece is
+    a few hundred MiB, aligned as the store's layout says. `SlotStore.close` frees it. Raises DeviceOutOfMemory with
+    the bytes asked for, and has then given back all that it took: the core asks for half.
+    """
+
+
+@hookspec(firstresult=True)
+def measure_store(store: SlotStore) -> StoreMemory:
+    """Say how many bytes the store takes, staging buffers and host slots included. Allocates nothing.
+
+    Optional; by default what the sizes of its slots come to, and nothing pinned. Called at any time until `close`.
     """
 
 
@@ -121,8 +152,8 @@ def configure(options: object) -> None:
     found at run time: its fields are the options, with their types, defaults and validators. Called each time the
     backend is opened, before any other hook, with an instance made from the user's settings; answers nothing. Where
     another opening or a listing was configured since, it is called again with that same instance before the next hook
-    of this one, so to keep the options last given is enough; a store keeps those that it was made with, because
-    `commit_slot`, `launch_read` and the store's own methods come without.
+    of this one, so to keep the options last given is enough; a store keeps those that it was made with, because hooks
+    that are given a store and the store's own methods come without.
     Raises ConfigError for values that do not go together or that this machine cannot have.
     """
 

@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 from expertstream.hookspecs import hookimpl
 from expertstream.log import get_log
-from expertstream.slots import Commit, SlotBudget, SlotLayout, SlotStore, Staging
+from expertstream.slots import Commit, HostSlots, SlotBudget, SlotLayout, SlotStore, Staging
 
 
 class LogHooks:
@@ -40,6 +40,15 @@ class LogHooks:
             raise
         get_log().info("slot_store_allocated", **fields, total_bytes=layout.slot_bytes * slot_count)
         return store
+
+    @hookimpl(wrapper=True)
+    def alloc_host_slots(self, store: SlotStore, slot_count: int) -> Generator[None, HostSlots, HostSlots]:
+        try:
+            return (yield)
+        except Exception as error:
+            fields = {"slot_bytes": store.layout.slot_bytes, "slot_count": slot_count}
+            get_log().info("host_slots_failed", **fields, error=_described(error))
+            raise
 
     @hookimpl(wrapper=True)
     def commit_slot(self, staging: Staging) -> Generator[None, Commit, Commit]:

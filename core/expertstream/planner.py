@@ -13,7 +13,8 @@ from typing import Protocol
 from attrs import field, frozen, validators
 
 from expertstream.checkpoint.index import Checkpoint
-from expertstream.errors import BackendContractError, BudgetTooSmall, DoesNotFit
+from expertstream.config import HostTiering
+from expertstream.errors import BackendContractError, BudgetTooSmall, ConfigError, DoesNotFit
 from expertstream.machine import AvailableMemory
 from expertstream.size_classes import SizeClass, size_classes
 from expertstream.slots import IO_ALIGNMENT_BYTES, SlotBudget
@@ -26,9 +27,24 @@ DEFAULT_PERCENT = 75
 """Otherwise slots take this part of what is left. As big as fits is slower: the page cache and the rest of the
 system need room, and where memory runs out speed collapses instead of falling."""
 
+DEFAULT_HOST_PERCENT = 50
+"""A host tier takes this part of what the host has left: it is pinned, so the system cannot take it back."""
+
+DEFAULT_HOST_TIERING: HostTiering = "exclusive"
+
 
 class PlanningBackend(Protocol):
     """What the planner asks a backend; see `expertstream.hookspecs` for what the answers mean."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in the configuration."""
+        ...
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether host slots can be had below its slots."""
+        ...
 
     def host_memory_is_device_addressable(self) -> bool:
         """True where slots come out of the same memory as everything else."""
@@ -41,12 +57,16 @@ class PlanningBackend(Protocol):
 
 @frozen(kw_only=True)
 class Demand:
-    """What a run needs besides slots, in bytes. The engine computes it; `context_tokens` is what the KV cache holds."""
+    """What a run needs besides slots, in bytes. The engine computes it; `context_tokens` is what the KV cache holds.
+
+    `on_device` says that all of it lies in the memory that slots lie in, also where that is not the host's.
+    """
 
     resident_bytes: int = field(validator=validators.ge(0))
     kv_cache_bytes: int = field(validator=validators.ge(0))
     workspace_bytes: int = field(validator=validators.ge(0))
     context_tokens: int = field(validator=validators.ge(0))
+    on_device: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -56,10 +76,11 @@ class Demand:
 
 @frozen
 class ClassPlan:
-    """The slots of one size class."""
+    """The slots of one size class, and the host slots below them."""
 
     size_class: SizeClass
     slot_count: int
+    host_slot_count: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -71,13 +92,19 @@ class ClassPlan:
         """Bytes of all slots of this class."""
         return self.slot_count * self.slot_bytes
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of all host slots of this class."""
+        return self.host_slot_count * self.slot_bytes
+
 
 @frozen(kw_only=True)
 class Plan:
     """What will be allocated, next to what was asked for and what there is.
 
     `smallest_bytes` is the least expert memory that a step can run with, `routed_bytes` what the experts take in the
-    files. With `one_pool`, everything comes out of `available`; otherwise slots come out of the backend's own memory.
+    files. With `one_pool`, everything comes out of `available`; otherwise slots come out of the backend's own memory,
+    and `available` is the host's. `host_tier_off` is why there is no host tier where there could be one.
     `notes` are sentences for the user.
     """
 
@@ -89,6 +116,9 @@ class Plan:
     routed_bytes: int
     smallest_bytes: int
     notes: tuple[str, ...]
+    asked_host: MemoryRequest | None = None
+    host_tiering: HostTiering = DEFAULT_HOST_TIERING
+    host_tier_off: str | None = None
 
     @property
     def expert_memory_bytes(self) -> int:
@@ -96,9 +126,26 @@ class Plan:
         return sum(plan.total_bytes for plan in self.classes)
 
     @property
+    def host_memory_bytes(self) -> int:
+        """Bytes of all host slots."""
+        return sum(plan.host_bytes for plan in self.classes)
+
+    @property
+    def device_bytes(self) -> int:
+        """What comes out of the backend's own memory; 0 where there is one pool."""
+        if self.one_pool:
+            return 0
+        return self.expert_memory_bytes + (self.demand.total_bytes if self.demand.on_device else 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most that comes out of `available` at once."""
+        return sum(addend_bytes for _, addend_bytes in _host_addends(self.demand, self.classes, self.one_pool))
+
+    @property
     def total_bytes(self) -> int:
-        """Bytes of everything, slots included."""
-        return self.demand.total_bytes + self.expert_memory_bytes
+        """Bytes of everything that stays, slots of both kinds included."""
+        return self.demand.total_bytes + self.expert_memory_bytes + self.host_memory_bytes
 
     @property
     def _limited_by(self) -> str:
@@ -108,17 +155,28 @@ class Plan:
 
     def as_table(self) -> tuple[tuple[str, str], ...]:
         """Rows of (what, how much) for people: every addend, the total and the available memory."""
+        slots = tuple(
+            (
+                _slots(plan),
+                f"{format_bytes(plan.total_bytes)}: each {format_bytes(plan.slot_bytes)}, in whole pages, for an "
+                f"expert of {plan.size_class.expert_bytes} bytes",
+            )
+            for plan in self.classes
+        )
+        demand = tuple((what, format_bytes(addend_bytes)) for what, addend_bytes in _addends(self.demand, ()))
+        if self.one_pool:
+            pools = (*demand, *slots, ("total", format_bytes(self.total_bytes)))
+        else:
+            host = _host_addends(self.demand, self.classes, one_pool=False)
+            pools = (
+                *(demand if self.demand.on_device else ()),
+                *slots,
+                ("total on the device", format_bytes(self.device_bytes)),
+                *((what, format_bytes(addend_bytes)) for what, addend_bytes in host),
+                ("total on the host", format_bytes(self.host_bytes)),
+            )
         return (
-            *((what, format_bytes(addend_bytes)) for what, addend_bytes in _addends(self.demand, ())),
-            *(
-                (
-                    _slots(plan),
-                    f"{format_bytes(plan.total_bytes)}: each {format_bytes(plan.slot_bytes)}, in whole pages, for an "
-                    f"expert of {plan.size_class.expert_bytes} bytes",
-                )
-                for plan in self.classes
-            ),
-            ("total", format_bytes(self.total_bytes)),
+            *pools,
             ("available", f"{format_bytes(self.available.bytes)}, {self._limited_by}"),
             ("all routed experts in the files", format_bytes(self.routed_bytes)),
             ("smallest expert memory", format_bytes(self.smallest_bytes)),
@@ -128,11 +186,13 @@ class Plan:
         """The plan in JSON's own types; amounts are bytes."""
         return {
             "asked": None if self.asked is None else str(self.asked),
+            "asked_host": None if self.asked_host is None else str(self.asked_host),
             "demand": {
                 "resident_bytes": self.demand.resident_bytes,
                 "kv_cache_bytes": self.demand.kv_cache_bytes,
                 "workspace_bytes": self.demand.workspace_bytes,
                 "context_tokens": self.demand.context_tokens,
+                "on_device": self.demand.on_device,
             },
             "classes": [
                 {
@@ -142,10 +202,17 @@ class Plan:
                     "slot_bytes": plan.slot_bytes,
                     "slot_count": plan.slot_count,
                     "total_bytes": plan.total_bytes,
+                    "host_slot_count": plan.host_slot_count,
+                    "host_bytes": plan.host_bytes,
                 }
                 for plan in self.classes
             ],
             "expert_memory_bytes": self.expert_memory_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
+            "host_tiering": self.host_tiering if self.host_memory_bytes else None,
+            "host_tier_off": self.host_tier_off,
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
             "smallest_bytes": self.smallest_bytes,
             "routed_bytes": self.routed_bytes,
             "total_bytes": self.total_bytes,
@@ -172,18 +239,23 @@ def make_plan(
     request: MemoryRequest | None,
     backend: PlanningBackend,
     available: AvailableMemory,
+    *,
+    host_request: MemoryRequest | None = None,
+    host_tiering: HostTiering | None = None,
 ) -> Plan:
     """The plan for a run, or the refusal of it.
 
     Without a `request` the planner chooses, and takes less where the backend grants less; a request is met to the
-    letter or refused. Raises BudgetTooSmall below what one step needs, DoesNotFit with the sum where memory does not
-    suffice, BackendContractError where the backend grants more than was asked.
+    letter or refused. So is the host tier's, where the backend has one; 0 bytes turn it off. Raises BudgetTooSmall
+    below what one step needs, DoesNotFit with the sum where memory does not suffice, ConfigError for a host tier that
+    the backend does not have, BackendContractError where the backend grants more than was asked.
     """
     classes = size_classes(checkpoint)
     smallest = (checkpoint.experts_per_token,) * len(classes)
     every = tuple(size_class.expert_count for size_class in classes)
     smallest_bytes = smallest_expert_memory_bytes(checkpoint)
     one_pool = backend.host_memory_is_device_addressable()
+    _refuse_what_is_no_host_tier(backend, host_request, host_tiering)
     notes: list[str] = []
 
     if request is not None:
@@ -191,9 +263,19 @@ def make_plan(
     else:
         slot_counts, note = _by_default(demand, classes, smallest, every, one_pool, available)
         notes.append(note)
-    _refuse_what_does_not_fit(demand, classes, slot_counts, smallest_bytes, one_pool, available)
+    _refuse_what_does_not_fit(
+        demand,
+        [ClassPlan(*planned) for planned in zip(classes, slot_counts, strict=True)],
+        smallest_bytes,
+        one_pool,
+        available,
+    )
     granted = _granted(backend, demand, classes, smallest, slot_counts, request, notes)
     notes.extend(_thrashing(checkpoint, granted))
+    tiering = host_tiering or DEFAULT_HOST_TIERING
+    host_tier_off = None
+    if backend.has_host_tier:
+        granted, host_tier_off = _with_host_tier(checkpoint, demand, granted, host_request, tiering, available, notes)
     return Plan(
         demand=demand,
         classes=granted,
@@ -203,7 +285,92 @@ def make_plan(
         routed_bytes=checkpoint.routed_bytes,
         smallest_bytes=smallest_bytes,
         notes=tuple(notes),
+        asked_host=host_request,
+        host_tiering=tiering,
+        host_tier_off=host_tier_off,
     )
+
+
+def _refuse_what_is_no_host_tier(
+    backend: PlanningBackend, request: MemoryRequest | None, tiering: HostTiering | None
+) -> None:
+    """Refuse what was asked of a host tier that cannot be, instead of ignoring it. Asking for none is no mistake."""
+    if backend.has_host_tier:
+        if tiering is not None and request is not None and request.size_bytes == 0:
+            raise ConfigError(f"a host tier that is {tiering} was asked for, of 0 bytes: leave one of the two out")
+        return
+    asked = f"host memory of {request}" if request is not None and request.size_bytes != 0 else None
+    asked = asked or (f"a host tier that is {tiering}" if tiering is not None else None)
+    if asked is None:
+        return
+    reason = (
+        "its slots are host memory already, and a tier would keep the same bytes twice: give that memory to the slots"
+        if backend.host_memory_is_device_addressable()
+        else "it does not offer host slots (the hook alloc_host_slots)"
+    )
+    raise ConfigError(f"{asked} was asked for, but backend {backend.name!r} has no host tier: {reason}")
+
+
+def _with_host_tier(
+    checkpoint: Checkpoint,
+    demand: Demand,
+    plans: Sequence[ClassPlan],
+    request: MemoryRequest | None,
+    tiering: HostTiering,
+    available: AvailableMemory,
+    notes: list[str],
+) -> tuple[tuple[ClassPlan, ...], str | None]:
+    """The plans with host slots, or without them and the reason."""
+    plans = tuple(plans)
+    if all(plan.slot_count == plan.size_class.expert_count for plan in plans):
+        if request is not None and request.size_bytes != 0:
+            notes.append("there is no host tier, because every expert has a slot of its own")
+        return plans, "every expert has a slot of its own"
+    if request is not None and request.size_bytes == 0:
+        return plans, "host memory of 0 bytes was asked for"
+    classes = [plan.size_class for plan in plans]
+    every = [size_class.expert_count for size_class in classes]
+    beside_bytes = sum(addend_bytes for _, addend_bytes in _host_addends(demand, plans, one_pool=False))
+    left_bytes = max(0, available.bytes - beside_bytes)
+    if request is None:
+        budget_bytes = left_bytes * DEFAULT_HOST_PERCENT // 100
+    elif request.every_expert:
+        budget_bytes = _slots_bytes(classes, every)
+    else:
+        budget_bytes = request.resolve(checkpoint.routed_bytes)
+    counts = _distributed(budget_bytes, classes, [0] * len(classes), every)
+    if not any(counts):
+        smallest_bytes = min(plan.slot_bytes for plan in plans)
+        if request is not None:
+            raise BudgetTooSmall(
+                f"host memory of {request} is {budget_bytes} bytes, and a host slot has {smallest_bytes}: ask for more,"
+                " or for 0 to have no host tier",
+                smallest_bytes,
+            )
+        return plans, f"the host has {left_bytes} bytes left, and half of that is less than a slot"
+    tiered = tuple(
+        ClassPlan(plan.size_class, plan.slot_count, count) for plan, count in zip(plans, counts, strict=True)
+    )
+    host_bytes = sum(plan.host_bytes for plan in tiered)
+    if host_bytes > left_bytes:
+        addends = _host_addends(demand, tiered, one_pool=False)
+        fitting = MemoryRequest(size_bytes=round_down_bytes(left_bytes))
+        raise DoesNotFit(
+            f"host memory of {request} does not fit into the host's memory:\n{_sum(addends)}\n"
+            f"available are {format_bytes(available.bytes)}: {available.reason}\n"
+            f"host memory of {fitting} ({left_bytes} bytes) or less would fit"
+        )
+    if request is None:
+        notes.append(
+            f"by default a host tier takes {DEFAULT_HOST_PERCENT} % of the {left_bytes} bytes that the host has left,"
+            f" as far as there are experts for it: {host_bytes} bytes"
+        )
+    if tiering == "inclusive" and host_bytes <= sum(plan.total_bytes for plan in tiered):
+        notes.append(
+            f"an inclusive host tier of {host_bytes} bytes keeps little that the slots do not have themselves; more"
+            " host memory or the exclusive kind would keep more"
+        )
+    return tiered, None
 
 
 def _requested(
@@ -232,7 +399,7 @@ def _requested(
             f"Ask for {sufficient} ({smallest_bytes} bytes) or more{meant}",
             smallest_bytes,
         )
-    return _distributed(budget_bytes, classes, smallest)
+    return _distributed(budget_bytes, classes, smallest, every)
 
 
 def _by_default(
@@ -260,14 +427,16 @@ def _by_default(
             f"by default slots take {DEFAULT_PERCENT} % of the {left_bytes} bytes left beside everything else; that is "
             f"less than one step needs, so they take the smallest that does: {smallest_bytes} bytes"
         )
-    return _distributed(budget_bytes, classes, smallest), (
+    return _distributed(budget_bytes, classes, smallest, every), (
         f"by default slots take {DEFAULT_PERCENT} % of the {left_bytes} bytes left beside everything else: at most "
         f"{budget_bytes} bytes; the page cache and the rest of the system keep the others"
     )
 
 
-def _distributed(budget_bytes: int, classes: Sequence[SizeClass], smallest: Sequence[int]) -> tuple[int, ...]:
-    """As many slots as `budget_bytes` pays for, beginning with the smallest set, then evening out the fractions.
+def _distributed(
+    budget_bytes: int, classes: Sequence[SizeClass], smallest: Sequence[int], most: Sequence[int]
+) -> tuple[int, ...]:
+    """As many slots as `budget_bytes` pays for, from the smallest set to the most, evening out the fractions.
 
     Each next slot goes to the class that would then have the smallest fraction of its experts, the first among
     equals; a class whose slot is too large for the rest is passed over, so that smaller slots use the rest up.
@@ -281,7 +450,7 @@ def _distributed(budget_bytes: int, classes: Sequence[SizeClass], smallest: Sequ
     while growing:
         number = min(growing, key=lambda candidate: (slot_counts[candidate] + 1) * weights[candidate])
         slot_bytes = classes[number].layout.slot_bytes
-        if slot_bytes <= left_bytes and slot_counts[number] < classes[number].expert_count:
+        if slot_bytes <= left_bytes and slot_counts[number] < most[number]:
             slot_counts[number] += 1
             left_bytes -= slot_bytes
         else:
@@ -290,25 +459,22 @@ def _distributed(budget_bytes: int, classes: Sequence[SizeClass], smallest: Sequ
 
 
 def _refuse_what_does_not_fit(
-    demand: Demand,
-    classes: Sequence[SizeClass],
-    slot_counts: Sequence[int],
-    smallest_bytes: int,
-    one_pool: bool,
-    available: AvailableMemory,
+    demand: Demand, plans: Sequence[ClassPlan], smallest_bytes: int, one_pool: bool, available: AvailableMemory
 ) -> None:
-    slots = [ClassPlan(*planned) for planned in zip(classes, slot_counts, strict=True)] if one_pool else []
-    addends = _addends(demand, slots)
+    """Refuse what the host cannot hold; of its own memory the backend is asked later."""
+    addends = _host_addends(demand, plans, one_pool)
     if sum(addend_bytes for _, addend_bytes in addends) <= available.bytes:
         return
-    left_bytes = available.bytes - demand.total_bytes
+    fixed_bytes = sum(addend_bytes for _, addend_bytes in _host_addends(demand, (), one_pool))
+    left_bytes = available.bytes - fixed_bytes
     lacking_bytes = (smallest_bytes if one_pool else 0) - left_bytes
     if lacking_bytes <= 0:
         fitting = MemoryRequest(size_bytes=max(round_down_bytes(left_bytes), smallest_bytes))
         advice = f"expert memory of {fitting} ({left_bytes} bytes) or less would fit"
     else:
         needed = f"even with the smallest expert memory, {smallest_bytes} bytes, " if one_pool else ""
-        saving = "a" if lacking_bytes <= demand.kv_cache_bytes else "not even a"
+        kv_cache_bytes = demand.kv_cache_bytes if one_pool or not demand.on_device else 0
+        saving = "a" if lacking_bytes <= kv_cache_bytes else "not even a"
         advice = f"{needed}{lacking_bytes} bytes are lacking; {saving} shorter context saves that much"
     raise DoesNotFit(
         f"this does not fit into memory:\n{_sum(addends)}\n"
@@ -340,12 +506,13 @@ def _granted(
             addends = _addends(demand, [*plans, ClassPlan(size_class, asked)])
             wanted = f"one step needs {needed}" if request is None else f"expert memory of {request} is {asked}"
             raise DoesNotFit(
-                f"the backend grants {budget.slots} slots of {slot_bytes} bytes for {_layers(size_class)}, "
-                f"and {wanted}: {budget.reason}\n{_sum(addends)}"
+                f"backend {backend.name!r} grants {budget.slots} of {asked} slots of {slot_bytes} bytes for"
+                f" {_layers(size_class)}, and {wanted}: {budget.reason}\n{_sum(addends)}"
             )
         if budget.slots < asked:
             notes.append(
-                f"the backend grants {budget.slots} of {asked} slots for {_layers(size_class)}: {budget.reason}"
+                f"backend {backend.name!r} grants {budget.slots} of {asked} slots for {_layers(size_class)}:"
+                f" {budget.reason}"
             )
         plans.append(ClassPlan(size_class, budget.slots))
     return tuple(plans)
@@ -375,6 +542,20 @@ def _addends(demand: Demand, plans: Sequence[ClassPlan]) -> list[tuple[str, int]
         (f"KV cache of {demand.context_tokens} tokens", demand.kv_cache_bytes),
         ("workspace", demand.workspace_bytes),
         *((_slots(plan), plan.total_bytes) for plan in plans),
+    ]
+
+
+def _host_addends(demand: Demand, plans: Sequence[ClassPlan], one_pool: bool) -> list[tuple[str, int]]:
+    """What comes out of the host's memory, the most at once: weights pass through it on their way to a device."""
+    if one_pool:
+        return _addends(demand, plans)
+    return [
+        *([("resident weights while they load", demand.resident_bytes)] if demand.on_device else _addends(demand, ())),
+        *(
+            (f"{plan.host_slot_count} host slots for {_layers(plan.size_class)}", plan.host_bytes)
+            for plan in plans
+            if plan.host_slot_count
+        ),
     ]
 
 

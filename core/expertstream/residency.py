@@ -15,8 +15,9 @@ from expertstream.compiling import Compiler
 
 _compiler = Compiler(__file__)
 
-EMPTY, LOADING, READABLE, QUARANTINED = 0, 1, 2, 3
-"""What a slot is. QUARANTINED: a read that never returned may still write there; it is not used again."""
+EMPTY, LOADING, READABLE, QUARANTINED, ABSENT, SPARE = 0, 1, 2, 3, 4, 5
+"""What a slot is. QUARANTINED: a read that never returned may still write there; it is not used again. ABSENT: it is
+not there yet. SPARE: readable, of an expert that is readable elsewhere too, so it goes before those that are not."""
 
 READY, MISS, UNDERWAY = 0, 1, 2
 """What a leased expert is: readable now; to be loaded by the caller; being loaded for an earlier lease."""
@@ -31,7 +32,8 @@ class Tables(NamedTuple):
     slot_of (int32, experts): the slot of an expert or -1. expert_of (int32, slots): its inverse.
     state (uint8, slots). leases (int32, slots). turn (int32, slots): 0, or 1 + when the step under way will
     need what the slot holds. slot_range (int64, layers x 2): first and end of the slots that a layer may use. victims
-    (int64, experts of a layer) is room for the step's own use.
+    and evicted (int64, experts of a layer): the slots that the last `lease` gave to experts that it missed, in their
+    order, and the experts that it took them from, -1 for none.
     """
 
     slot_of: NDArray[np.int32]
@@ -41,6 +43,7 @@ class Tables(NamedTuple):
     turn: NDArray[np.int32]
     slot_range: NDArray[np.int64]
     victims: NDArray[np.int64]
+    evicted: NDArray[np.int64]
 
 
 class Ranks(NamedTuple):
@@ -64,6 +67,7 @@ def make_tables(layer_count: int, experts_per_layer: int, slot_range: NDArray[np
         turn=np.zeros(slot_count, np.int32),
         slot_range=slot_range,
         victims=np.empty(experts_per_layer, np.int64),
+        evicted=np.empty(experts_per_layer, np.int64),
     )
 
 
@@ -92,9 +96,9 @@ def lease(
     """Lease a slot for each expert of a layer, all or none; the answer is how many are not READY, or an error.
 
     Fills `slots` (-1 on an error) and `found` (READY, MISS or UNDERWAY). A MISS has its victim's slot already, in state
-    LOADING. Victims are empty slots, then by rank and last use; never a leased, loading or quarantined slot, nor one
-    that the step under way needs, unless nothing else is left: then the one whose turn comes last. What is leased has
-    had its turn.
+    LOADING. Victims are empty slots, then SPARE ones, then by rank and last use; never a leased, loading or quarantined
+    slot, nor one that the step under way needs, unless nothing else is left: then the one whose turn comes last. What
+    is leased has had its turn.
     """
     base = layer * (tables.slot_of.size // tables.slot_range.shape[0])
     experts_per_layer = tables.slot_of.size // tables.slot_range.shape[0]
@@ -108,7 +112,7 @@ def lease(
         slot = tables.slot_of[base + experts[i]]
         slots[i] = slot
         if slot >= 0:
-            found[i] = READY if tables.state[slot] == READABLE else UNDERWAY
+            found[i] = READY if tables.state[slot] in (READABLE, SPARE) else UNDERWAY
             waiting += found[i] == UNDERWAY
             tables.leases[slot] += 1
             tables.turn[slot] = 0
@@ -131,14 +135,9 @@ def lease(
         expert = base + experts[i]
         if found[i] == MISS:
             slot = victims[used]
+            tables.evicted[used] = tables.expert_of[slot]
             used += 1
-            if tables.expert_of[slot] >= 0:
-                tables.slot_of[tables.expert_of[slot]] = -1
-            tables.expert_of[slot] = expert
-            tables.slot_of[expert] = slot
-            tables.state[slot] = LOADING
-            tables.leases[slot] = 1
-            tables.turn[slot] = 0
+            _give(tables, slot, expert)
             slots[i] = slot
         elif slots[i] < 0:
             slots[i] = tables.slot_of[expert]
@@ -177,10 +176,83 @@ def free_slots(tables: Tables, layer: int, spare: bool) -> int:
     """How many slots of the layer's class could be given to a new expert now; `spare`: without what a step needs."""
     count = 0
     for slot in range(tables.slot_range[layer, 0], tables.slot_range[layer, 1]):
-        is_free = tables.leases[slot] == 0 and tables.state[slot] in (EMPTY, READABLE)
+        is_free = tables.leases[slot] == 0 and tables.state[slot] in (EMPTY, READABLE, SPARE)
         if is_free and not (spare and tables.turn[slot] != 0):
             count += 1
     return count
+
+
+@_compiler.njit(nogil=True, cache=True)
+def exchange(
+    tables: Tables,
+    ranks: Ranks,
+    layer: int,
+    coming: NDArray[np.int64],
+    leaving: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    found: NDArray[np.uint8],
+    taken: NDArray[np.int64],
+) -> None:
+    """A step of an exclusive tier, whose slots these are: experts of a layer leave it upwards, and others come down.
+
+    `slots` and `found` are of the experts `coming` up, as `lease` fills them: READY ones are leased where they are
+    kept; a MISS is to be read, through an EMPTY or SPARE slot or through none (-1). `leaving` are experts, counted
+    across layers, that lose their slot above, -1 for none; `taken` is the slot that each must be copied to, LOADING and
+    leased, or -1 where it is kept already, and no longer SPARE, or where there is no room.
+    """
+    base = layer * (tables.slot_of.size // tables.slot_range.shape[0])
+    missing = 0
+    for i in range(coming.size):
+        slot = tables.slot_of[base + coming[i]]
+        if slot >= 0 and tables.state[slot] in (READABLE, SPARE):
+            found[i] = READY
+            slots[i] = slot
+            tables.leases[slot] += 1
+            tables.turn[slot] = 0
+        else:
+            found[i] = MISS
+            slots[i] = -1
+            missing += slot < 0
+    homeless = 0
+    for i in range(leaving.size):
+        taken[i] = -1
+        if leaving[i] >= 0:
+            slot = tables.slot_of[leaving[i]]
+            if slot < 0:
+                homeless += 1
+            elif tables.state[slot] == SPARE:
+                tables.state[slot] = READABLE
+    if homeless > 0:
+        count = _choose_victims(tables, ranks, layer, tables.victims[:homeless])
+        used = 0
+        for i in range(leaving.size):
+            if used < count and leaving[i] >= 0 and tables.slot_of[leaving[i]] < 0:
+                taken[i] = tables.victims[used]
+                used += 1
+                _give(tables, taken[i], leaving[i])
+    if missing > 0:
+        count = _choose_victims(tables, ranks, layer, tables.victims[:missing])
+        used = 0
+        for i in range(coming.size):
+            if found[i] == MISS and used < count and tables.slot_of[base + coming[i]] < 0:
+                slot = tables.victims[used]
+                if tables.turn[slot] != 0 or tables.state[slot] not in (EMPTY, SPARE):
+                    break  # all further ones are worth more than a read that another staging buffer can take
+                used += 1
+                slots[i] = slot
+                _give(tables, slot, base + coming[i])
+
+
+@_compiler.njit(nogil=True, cache=True)
+def _give(tables: Tables, slot: int, expert: int) -> None:
+    """The slot is LOADING and leased for `expert`, which counts across layers; what it held is nowhere."""
+    if tables.expert_of[slot] >= 0:
+        tables.slot_of[tables.expert_of[slot]] = -1
+    tables.expert_of[slot] = expert
+    tables.slot_of[expert] = slot
+    tables.state[slot] = LOADING
+    tables.leases[slot] = 1
+    tables.turn[slot] = 0
 
 
 def publish(tables: Tables, slot: int) -> None:
@@ -210,7 +282,7 @@ def _choose_victims(tables: Tables, ranks: Ranks, layer: int, victims: NDArray[n
     first, end = tables.slot_range[layer, 0], tables.slot_range[layer, 1]
     for slot in range(first, end):  # one pass, keeping the best `wanted` sorted: most slots lose to the last of them
         state = tables.state[slot]
-        if tables.leases[slot] != 0 or state not in (EMPTY, READABLE):
+        if tables.leases[slot] != 0 or state not in (EMPTY, READABLE, SPARE):
             continue
         if chosen == wanted and not _goes_before(tables, ranks, slot, victims[wanted - 1]):
             continue
@@ -233,6 +305,9 @@ def _goes_before(tables: Tables, ranks: Ranks, slot: int, other: int) -> bool:
     expert, other_expert = tables.expert_of[slot], tables.expert_of[other]
     if expert < 0 or other_expert < 0:
         return bool(expert < 0 and other_expert >= 0)
+    is_spare, other_is_spare = tables.state[slot] == SPARE, tables.state[other] == SPARE
+    if is_spare != other_is_spare:
+        return bool(is_spare)
     rank, other_rank = ranks.rank[expert], ranks.rank[other_expert]
     if rank != other_rank:
         return bool(rank < other_rank)

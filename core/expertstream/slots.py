@@ -88,6 +88,14 @@ class DeviceDescription:
     free_bytes: int | None = None
 
 
+@frozen
+class StoreMemory:
+    """The bytes that a store takes in all, rounding included: of its slots, and of pinned host memory."""
+
+    slot_bytes: int = field(validator=validators.ge(0))
+    pinned_bytes: int = field(validator=validators.ge(0))
+
+
 @frozen(eq=False)
 class Staging:
     """A lease on `slot_bytes` of writable, `alignment`-aligned host memory for one slot.
@@ -191,4 +199,46 @@ class SlotStore(Protocol):
 
     def close(self) -> None:
         """Wait for commits and announced reads under way, then free everything. A second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class HostSlots(Protocol):
+    """`slot_count` slots of a store's layout in host memory, which keep their bytes: a host tier below the slots.
+
+    A host slot is a staging buffer that still has, after the commit, what was committed from it; so the same expert
+    need not be read again. Their leases end as those of `SlotStore.stage`: by `commit_slot`, or by the store's
+    `discard`, and then what they keep is undefined.
+
+    Threads: all methods may run at once for different host slots; the core never runs two of them at once for the same
+    host slot, nor refills one while it is leased. They live until their store is closed, and raise StoreClosed after.
+    """
+
+    @property
+    def slot_count(self) -> int:
+        """How many there are; they are numbered from 0."""
+        ...
+
+    def stage(self, host_slot: int, slot: int) -> Staging:
+        """Lease the host slot to be filled for `slot`; blocks while copies out of it or into it are under way.
+
+        The view has undefined content. Raises StoreClosed, IndexError.
+        """
+        ...
+
+    def restage(self, host_slot: int, slot: int) -> Staging:
+        """Lease the host slot with the bytes that it keeps, to be committed as `slot`. Never blocks.
+
+        The view is not to be written, and its bytes may still be on their way from `keep`: a commit comes after them.
+        Raises StoreClosed, IndexError.
+        """
+        ...
+
+    def keep(self, slot: int, host_slot: int) -> None:
+        """Copy a readable slot's bytes into the host slot, before any later commit changes them. Never blocks.
+
+        The copy begins after those out of the host slot that were started before.
+
+        Raises StoreClosed, IndexError, and CommitFailed where the copy cannot be started.
+        """
         ...

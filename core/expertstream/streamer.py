@@ -6,9 +6,11 @@ backend says where slots live, the policy says which expert goes.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import groupby, islice
 from operator import add, sub
 from threading import RLock
@@ -23,13 +25,15 @@ from expertstream import residency
 from expertstream.backends import Backend
 from expertstream.checkpoint.index import Checkpoint, ExpertLayer
 from expertstream.config import IoMode
-from expertstream.errors import StoreClosed, UsageError
+from expertstream.errors import MachineError, StoreClosed, UsageError
 from expertstream.filler import Fill, Filler, OpenFile, PartRead, Ticket, open_raw_file
+from expertstream.host_tier import HostTier, TierClass, TierState
+from expertstream.limits import Unfinished, within
 from expertstream.log import get_log
 from expertstream.planner import Plan
 from expertstream.policies import make_policy
 from expertstream.size_classes import part_shift
-from expertstream.slots import ExpertKey, SlotStore
+from expertstream.slots import Commit, ExpertKey, SlotStore, StoreMemory
 
 LOOKAHEAD = 16
 """Experts that a step in rounds has under way or leased at once: a drive's queue is full, and few slots churn."""
@@ -40,15 +44,21 @@ class Counters:
     """What has been counted since the streamer was opened; the difference of two is what lay between.
 
     `steps` are layer steps, `exhausted` those that needed more experts than their class has slots and ran in
-    rounds. An expert that a step needs is a hit or a miss, once. `expert_bytes_read` are the experts' own bytes, those
-    of seeds included.
+    rounds. An expert that a step needs is a hit or a miss, once; `host_hits` are the misses that the host tier kept.
+    `expert_bytes_read` are the experts' own bytes from the files, those of seeds included. `h2d_bytes` and `d2h_bytes`
+    are whole slots copied to memory that the host cannot address, and from it. `disk_wait_s` is how long callers
+    stood still for reads.
     """
 
     steps: int = 0
     hits: int = 0
     misses: int = 0
+    host_hits: int = 0
     expert_bytes_read: int = 0
     exhausted: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+    disk_wait_s: float = 0.0
 
     def __sub__(self, earlier: Counters) -> Counters:
         return Counters(*map(sub, astuple(self), astuple(earlier)))
@@ -139,28 +149,78 @@ class Lease:
         return self._streamer
 
 
+class _Promotion:
+    """In place of a ticket: the expert was in the host tier, so nothing is read, and its commit begins at once."""
+
+    __slots__ = ("commit", "error")
+
+    abandoned = False
+
+    def __init__(self) -> None:
+        self.commit: Commit | None = None
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        return self.commit is not None or self.error is not None
+
+    def wait(self) -> Commit:
+        if self.error is not None:
+            raise self.error
+        assert self.commit is not None, "a promotion is over before anyone knows of it"
+        return self.commit
+
+
 class _Load:
     """An expert on its way into a slot. It ends once, under the streamer's lock, by whoever finds it over first."""
 
-    __slots__ = ("error", "expert_bytes", "is_counted", "is_ordered", "slot", "ticket")
+    __slots__ = (
+        "error",
+        "expert_bytes",
+        "host_slot",
+        "is_arrived",
+        "is_ended",
+        "is_ordered",
+        "is_stuck",
+        "slot",
+        "ticket",
+    )
 
-    def __init__(self, slot: int, ticket: Ticket, expert_bytes: int) -> None:
+    def __init__(self, slot: int, ticket: Ticket | _Promotion, expert_bytes: int, host_slot: int = -1) -> None:
         self.slot = slot
         self.ticket = ticket
         self.expert_bytes = expert_bytes
+        self.host_slot = host_slot  # which the bytes come through, -1 for none
         self.error: Exception | None = None
-        self.is_counted = False
+        self.is_arrived = False  # the bytes are in host memory, and counted
         self.is_ordered = False  # work on a stream goes on as if the bytes were there
+        self.is_stuck = False  # its commit does not end
+        self.is_ended = False  # it has failed, and its error says where
 
-    def wait(self, stream: int | None = None) -> None:
-        """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why."""
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the slot may still be written to although nobody waits any more."""
+        if self.is_stuck:
+            try:
+                self.is_stuck = not self.ticket.wait().done()
+            except Exception:  # noqa: BLE001  # it has failed by now, so it is over; why it was given up is known
+                self.is_stuck = False
+        return self.is_stuck or self.ticket.abandoned
+
+    def wait(self, stream: int | None, limit_s: float) -> None:
+        """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why.
+
+        A commit that the host waits for is given up after so many seconds.
+        """
         try:
             commit = self.ticket.wait()
-            if stream is None:
-                commit.wait()
-            else:
+            if stream is not None:
                 commit.order_before(stream)
                 self.is_ordered = True
+            elif not commit.done():
+                within(limit_s, commit.wait)
+        except Unfinished:
+            self.is_stuck = True
+            self.error = MachineError(f"a commit has not ended for {limit_s:g} s, and was given up: no device answers")
         except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
             self.error = error
 
@@ -208,8 +268,10 @@ class ExpertStreamer:
     ) -> None:
         """Open the files, allocate the stores that were planned and start the reading threads.
 
-        Raises ConfigError for the policy, MachineError where direct reads are asked for and refused, DeviceOutOfMemory,
-        CheckpointError for files that have gone or changed since. `open_file` opens files, for fault injection.
+        A host tier that was planned begins to grow, and goes on after this has returned. `read_timeout_s` also limits
+        commits that the host waits for, and how long closing may take. Raises ConfigError for the policy, MachineError
+        where direct reads are asked for and refused, DeviceOutOfMemory, CheckpointError for files that have gone or
+        changed since. `open_file` opens files, for fault injection.
         """
         self._backend = backend
         self._classes: list[tuple[SlotStore, tuple[int, ...]]] = []
@@ -223,9 +285,14 @@ class ExpertStreamer:
         self._pass_tokens = 1
         self._loads: dict[int, _Load] = {}
         self._late_error: Exception | None = None
+        self._limit_s = read_timeout_s
+        self._copies = not backend.host_memory_is_device_addressable()
+        self._tier: HostTier | None = None
         # Reentrant, because the garbage collector may end an abandoned step in the middle of another one.
         self._lock = RLock()
-        self._steps = self._hits = self._misses = self._bytes_read = self._exhausted = 0
+        self._steps = self._hits = self._misses = self._host_hits = self._bytes_read = self._exhausted = 0
+        self._h2d_bytes = 0
+        self._disk_wait_s = 0.0
         self._filler: Filler | None = Filler(
             checkpoint.files,
             backend.commit_slot,
@@ -247,6 +314,18 @@ class ExpertStreamer:
             for experts in checkpoint.layers:
                 self._reads[experts.layer] = _layer_reads(experts, self._store_of_slot[slot_range[experts.layer, 0]][0])
             self._tables = residency.make_tables(layer_count, self.experts_per_layer, slot_range)
+            if plan.host_memory_bytes:
+                tiers = [
+                    TierClass(store, layers, planned.host_slot_count)
+                    for (store, layers), planned in zip(self._classes, plan.classes, strict=True)
+                ]
+                is_exclusive = plan.host_tiering == "exclusive"
+                self._tier = HostTier(
+                    backend, tiers, layer_count, self.experts_per_layer, self._lock, is_exclusive=is_exclusive
+                )
+                self._tier.grow()
+            elif plan.host_tier_off:
+                get_log().info("host_tier_off", reason=plan.host_tier_off)
         except BaseException:
             self.close()
             raise
@@ -266,7 +345,30 @@ class ExpertStreamer:
         """What has been counted so far, all at one moment."""
         with self._lock:
             self._reap()
-            return Counters(self._steps, self._hits, self._misses, self._bytes_read, self._exhausted)
+            return Counters(
+                steps=self._steps,
+                hits=self._hits,
+                misses=self._misses,
+                host_hits=self._host_hits,
+                expert_bytes_read=self._bytes_read,
+                exhausted=self._exhausted,
+                h2d_bytes=self._h2d_bytes,
+                d2h_bytes=0 if self._tier is None else self._tier.copied_bytes,
+                disk_wait_s=self._disk_wait_s,
+            )
+
+    @property
+    def host_tier(self) -> TierState | None:
+        """How far the host tier has grown, None where none was planned."""
+        with self._lock:
+            return None if self._tier is None else self._tier.state
+
+    @property
+    def memory(self) -> StoreMemory:
+        """What all stores take now, by the backend's own account."""
+        self._open_filler()
+        stores = [self._backend.measure_store(store) for store, _ in self._classes]
+        return StoreMemory(sum(store.slot_bytes for store in stores), sum(store.pinned_bytes for store in stores))
 
     def device_view(self, slot: int) -> Any:
         """The whole slot of that number, (slot_bytes,) uint8 with DLPack, whatever it holds; dies with the streamer."""
@@ -295,6 +397,8 @@ class ExpertStreamer:
         with self._lock:
             self._reap()
             error, self._late_error = self._late_error, None
+            if error is None and self._tier is not None:
+                error, self._tier.error = self._tier.error, None
         if error is not None:
             raise error
 
@@ -310,7 +414,7 @@ class ExpertStreamer:
         lease = Lease(self, layer, self._checked(layer, experts))
         try:
             while (stray := self._step(lease)) is not None:
-                stray.wait()
+                self._wait([stray], None)
             if wait:
                 lease.wait(stream)
         except BaseException:
@@ -357,6 +461,8 @@ class ExpertStreamer:
                 lease.release(stream)
             with self._lock:
                 residency.announce(self._tables, layer, wanted, False)
+                if self._tier is not None:
+                    self._tier.announce(layer, wanted, False)
 
     def hottest(self) -> dict[ExpertKey, float]:
         """Every expert used or seeded so far with its score, hottest first, as the policy ranks them."""
@@ -399,16 +505,19 @@ class ExpertStreamer:
 
     def close(self) -> None:
         """End the reads under way and free everything; leases and views are dead. A second call does nothing."""
+        is_grown = self._tier is None or self._tier.close(self._limit_s)
         if self._filler is not None:
             self._filler.close()
             self._filler = None
         with self._lock, ExitStack() as closing:
-            written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.ticket.abandoned}
+            written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.is_abandoned}
             for store, _ in self._classes:
-                if id(store) in written:
-                    get_log().warning("store_left_open", reason="a read that never returned may still write to it")
+                if not is_grown:
+                    get_log().warning("store_left_open", reason="host memory is still being allocated for it")
+                elif id(store) in written:
+                    get_log().warning("store_left_open", reason="a read or copy that never ended may still write to it")
                 else:
-                    closing.callback(store.close)
+                    closing.callback(self._close_store, store)
 
     def __enter__(self) -> Self:
         return self
@@ -417,6 +526,13 @@ class ExpertStreamer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _close_store(self, store: SlotStore) -> None:
+        """A second time does nothing, which is the store's own promise; one that does not end is left behind."""
+        try:
+            within(self._limit_s, store.close)
+        except Unfinished:
+            get_log().warning("store_left_open", reason=f"closing it has not ended for {self._limit_s:g} s")
 
     def _checked(self, layer: int, experts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers as an array of our own, of the one type and layout that the compiled step is compiled for."""
@@ -459,6 +575,8 @@ class ExpertStreamer:
         """A step in rounds begins: what it needs is marked, and its selections count; under the lock."""
         if residency.announce(self._tables, layer, wanted, True) < 0:
             raise self._refusal(residency.OUT_OF_RANGE, layer, wanted)
+        if self._tier is not None:
+            self._tier.announce(layer, wanted, True)
         self._policy.select(self._policy.ranks, layer * self.experts_per_layer, wanted, chosen_by)
         self._steps += 1
         first, end = self._tables.slot_range[layer]
@@ -479,7 +597,7 @@ class ExpertStreamer:
                 stray = self._stray_load(layer)
                 if stray is None:
                     raise self._refusal(residency.EXHAUSTED, layer, wanted[:1])
-            stray.wait()
+            self._wait([stray], None)
 
     def _issue_spare(self, layer: int, wanted: NDArray[np.int64], ahead: deque[Lease], needed: bool) -> int:
         filler = self._open_filler()
@@ -557,28 +675,13 @@ class ExpertStreamer:
         return int(reads.files[key.expert, 0]), int(reads.offsets[key.expert, 0])
 
     def _load(self, filler: Filler, lease: Lease, found: NDArray[np.uint8], *, needed: bool) -> None:
-        """Send the misses to the filler and count, hits and misses only where a step needs them; under the lock."""
+        """Begin to load the misses and count, hits and misses only where a step needs them; under the lock."""
         lease.ready = np.flatnonzero(found == residency.READY)
         lease.pending = np.flatnonzero(found != residency.READY)
         missed = np.flatnonzero(found == residency.MISS)
-        slots = lease.slots[missed].tolist()
-        expert_bytes = self._reads[lease.layer].expert_bytes
-        tickets: Sequence[Ticket] = ()
-        try:
-            tickets = filler.prepare(
-                [
-                    self._fill(lease.layer, expert, slot)
-                    for expert, slot in zip(lease.experts[missed].tolist(), slots, strict=True)
-                ]
-            )
-            # Known before they run: whatever interrupts us now, the slots are not given away while they are written.
-            self._loads |= {
-                slot: _Load(slot, ticket, expert_bytes) for slot, ticket in zip(slots, tickets, strict=True)
-            }
-            filler.start(tickets)
-        except BaseException:
-            filler.cancel(tickets)
-            raise
+        host_hits = 0
+        if missed.size:
+            host_hits = self._begin_loads(filler, lease.layer, lease.experts[missed], lease.slots[missed])
         lease._waiting = {
             position: self._loads[slot]
             for position, slot in zip(lease.pending.tolist(), lease.slots[lease.pending].tolist(), strict=True)
@@ -586,8 +689,56 @@ class ExpertStreamer:
         if needed:
             self._hits += found.size - missed.size
             self._misses += missed.size
+            self._host_hits += host_hits
 
-    def _fill(self, layer: int, expert: int, slot: int) -> Fill:
+    def _begin_loads(self, filler: Filler, layer: int, experts: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
+        """Send what the last step missed to the filler, or up from the host tier; how many that is. Under the lock."""
+        size_bytes = self._reads[layer].expert_bytes
+        host_slots, kept = np.full(experts.size, -1, np.int64), np.zeros(experts.size, np.bool_)
+        tickets: Sequence[Ticket] = ()
+        loads: list[_Load] = []
+        try:
+            if self._tier is not None:
+                evicted = self._tables.evicted[: experts.size].copy()
+                places = [self._store_of_slot[slot][1] for slot in slots.tolist()]
+                kept = self._tier.lease(self._policy.ranks, layer, experts, host_slots, evicted, places)
+            routes = list(zip(experts.tolist(), slots.tolist(), host_slots.tolist(), kept.tolist(), strict=True))
+            tickets = filler.prepare([self._fill(layer, *route) for *route, is_kept in routes if not is_kept])
+            unused = iter(tickets)
+            loads = [
+                _Load(slot, _Promotion() if is_kept else next(unused), size_bytes, host_slot)
+                for _, slot, host_slot, is_kept in routes
+            ]
+            # Known before they run: whatever interrupts us now, the slots are not given away while they are written.
+            self._loads |= {load.slot: load for load in loads}
+            filler.start(tickets)
+            for load in loads:
+                if isinstance(load.ticket, _Promotion):
+                    self._promote(load, load.ticket)
+        except BaseException as error:
+            filler.cancel(tickets)
+            for load in loads:
+                if isinstance(load.ticket, _Promotion) and not load.ticket.done():
+                    load.ticket.error = UsageError(f"slot {load.slot} was not filled: {type(error).__name__}")
+            in_use = {load.host_slot for load in self._loads.values()}
+            for host_slot in host_slots.tolist():
+                if self._tier is not None and host_slot >= 0 and host_slot not in in_use:
+                    self._tier.forget(host_slot)
+            raise
+        return int(np.count_nonzero(kept))
+
+    def _promote(self, load: _Load, promotion: _Promotion) -> None:
+        """Begin the commit of what the host tier keeps; under the lock."""
+        assert self._tier is not None, "nothing is promoted without a host tier"
+        store, local = self._store_of_slot[load.slot]
+        try:
+            staging = self._tier.restage(load.host_slot, local)
+            promotion.commit = self._backend.commit_slot(store, staging)
+        except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
+            error.add_note(f"while slot {load.slot} was filled from host slot {load.host_slot}")
+            promotion.error = error
+
+    def _fill(self, layer: int, expert: int, slot: int, host_slot: int) -> Fill:
         reads = self._reads[layer]
         store, local = self._store_of_slot[slot]
         parts = zip(
@@ -603,36 +754,64 @@ class ExpertStreamer:
             local,
             tuple(PartRead(file, offset, size, position, *room) for file, offset, size, position, room in parts),
             ExpertKey(layer, expert),
+            None if host_slot < 0 or self._tier is None else partial(self._tier.stage, host_slot, local),
         )
 
     def _wait(self, loads: Collection[_Load], stream: int | None) -> None:
         """Wait for all of these; what failed has its error."""
+        began = time.perf_counter()
+        waits_for_disk = not all(load.ticket.done() for load in loads)
         for load in loads:
-            load.wait(stream)
+            load.wait(stream, self._limit_s)
         with self._lock:
+            if waits_for_disk:
+                self._disk_wait_s += time.perf_counter() - began
             self._reap()
 
     def _reap(self) -> None:
         """End the loads that are over: publish what everybody sees, give the slots of failures back; under the lock."""
         for load in [load for load in self._loads.values() if load.ticket.done()]:
-            if load.ticket.error is None and not load.is_counted:
-                load.is_counted = True
-                self._bytes_read += load.expert_bytes
+            if load.ticket.error is None and not load.is_arrived:
+                load.is_arrived = True
+                self._count(load)
             if load.is_visible():
                 residency.publish(self._tables, load.slot)
                 del self._loads[load.slot]
+                self._leave_host_slot(load)
             elif load.error is not None:
+                if not load.is_ended:
+                    load.is_ended = True
+                    load.error.add_note(f"in slot {load.slot}, which backend {self._backend.name!r} was to commit")
                 if load.is_ordered:
                     self._late_error = self._late_error or load.error
-                residency.forget(self._tables, load.slot, quarantine=load.ticket.abandoned)
-                if not load.ticket.abandoned:
+                residency.forget(self._tables, load.slot, quarantine=load.is_abandoned)
+                self._leave_host_slot(load)
+                if not load.is_abandoned:
                     del self._loads[load.slot]
+
+    def _count(self, load: _Load) -> None:
+        """Count what has arrived in host memory and is being committed; under the lock."""
+        store, _ = self._store_of_slot[load.slot]
+        if not isinstance(load.ticket, _Promotion):
+            self._bytes_read += load.expert_bytes
+        if self._copies:
+            self._h2d_bytes += store.layout.slot_bytes
+
+    def _leave_host_slot(self, load: _Load) -> None:
+        """A load has ended: the host slot that it came through keeps the bytes or, if need be, not; under the lock."""
+        host_slot, load.host_slot = load.host_slot, -1
+        if self._tier is None or host_slot < 0:
+            return
+        if load.error is not None:
+            self._tier.forget(host_slot, quarantine=load.is_abandoned)
+        else:
+            self._tier.publish(host_slot)
 
     def _stray_load(self, layer: int) -> _Load | None:
         """A load under way that nobody waits for any more, and whose slot the layer could have; under the lock."""
         first, end = self._tables.slot_range[layer]
         for load in self._loads.values():
-            if first <= load.slot < end and not self._tables.leases[load.slot] and not load.ticket.abandoned:
+            if first <= load.slot < end and not self._tables.leases[load.slot] and not load.is_abandoned:
                 return load
         return None
 

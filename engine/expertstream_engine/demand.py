@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from attrs import frozen
@@ -18,6 +18,7 @@ from expertstream import (
     Plan,
     available_memory,
     choose_hotlist,
+    get_log,
     make_plan,
     open_backend,
     open_checkpoint,
@@ -29,8 +30,11 @@ from expertstream.policies import make_policy
 from expertstream.streamer import LOOKAHEAD
 from expertstream_engine.architecture import ModelShape, read_shape
 from expertstream_engine.kernels.registry import SUPPORTED_TYPES
+from expertstream_engine.ops import computes_on_device
 from expertstream_engine.ops.checks import check_types
+from expertstream_engine.ops.device_workspace import device_workspace_bytes
 from expertstream_engine.ops.numba_ops import workspace_bytes
+from expertstream_engine.ops.protocol import ExpertFfn
 from expertstream_engine.settings import DEFAULT_CONTEXT_TOKENS, RunSettings
 from expertstream_engine.weights import check_tensors, expert_ffn, weight_types
 
@@ -56,8 +60,8 @@ def plan_run(
     """Index the model, open the backend and plan the memory; all that can be refused is refused here.
 
     Raises CheckpointError, UnsupportedCheckpoint, BackendUnavailable, MachineError for direct reads that are asked for
-    and refused, and ConfigError: BackendNotFound, BudgetTooSmall, DoesNotFit, a policy, a context or a hotlist that
-    cannot be.
+    and refused, and ConfigError: BackendNotFound, BudgetTooSmall, DoesNotFit, a policy, a context, a host tier or a
+    hotlist that cannot be.
     """
     backend = open_backend(settings.backend, (LogHooks(), *observers), settings.backends)
     make_policy(settings.policy, 1, settings.half_life_tokens)  # refuses an unknown name; the streamer makes its own
@@ -67,9 +71,20 @@ def plan_run(
         for file in checkpoint.files:
             SourceFile(file, "direct").close()  # refuses it; the streamer opens its own
     hotlist = choose_hotlist(checkpoint, settings.hotlist)
-    threads = settings.threads or usable_cores()
-    demand = run_demand(checkpoint, shape, context_tokens(shape, settings), threads)
-    plan = make_plan(checkpoint, demand, settings.expert_memory, backend, available or available_memory())
+    on_device = computes_on_device(backend)
+    if on_device and settings.threads is not None:
+        get_log().warning("threads_not_used", threads=settings.threads, reason="a device computes, not the CPU")
+    context = context_tokens(shape, settings)
+    demand = run_demand(checkpoint, shape, context, None if on_device else settings.threads or usable_cores())
+    plan = make_plan(
+        checkpoint,
+        demand,
+        settings.expert_memory,
+        backend,
+        available or available_memory(),
+        host_request=settings.host_memory,
+        host_tiering=settings.host_tier,
+    )
     return PlannedRun(checkpoint, shape, backend, plan, hotlist)
 
 
@@ -95,37 +110,48 @@ def context_tokens(shape: ModelShape, settings: RunSettings) -> int:
     return settings.context
 
 
-def run_demand(checkpoint: Checkpoint, shape: ModelShape, context: int, threads: int) -> Demand:
-    """The bytes of weights, KV cache and workspace for that context.
-
-    The workspace is that of the CPU's kernels on `threads`, also where a device computes: which array library does is
-    known only when there are slots.
-    """
+def run_demand(checkpoint: Checkpoint, shape: ModelShape, context: int, threads: int | None) -> Demand:
+    """The bytes of weights, KV cache and workspace for that context, of a CPU with `threads` or, None, of a device."""
     batch = min(context, LARGEST_BATCH_TOKENS)
     vocabulary = checkpoint.tensors["token_embd.weight"].shape[0]
-    query, kv = shape.head_count * shape.head_size, shape.kv_head_count * shape.head_size
-    # What MoeModel holds at once, in float32 a token: the residual stream, its norm, a block's output and the rows
-    # of one expert; queries, keys and values before and after their norms; router logits, ids, shares and their order.
-    per_token = 5 * shape.hidden_size + 3 * query + 4 * kv + shape.expert_count + 10 * shape.experts_per_token
-    rope_tables = context * shape.rope_size
+    ffns = {expert_ffn(layer, checkpoint, shape) for layer in checkpoint.layers}
+    if threads is None:
+        types = weight_types(checkpoint)
+        workspace = device_workspace_bytes(shape, batch, context, vocabulary, types, ffns)
+    else:
+        workspace = (
+            4 * (batch * _held_floats(shape) + context * shape.rope_size + 4 * vocabulary)
+            + _scratch_bytes(checkpoint, shape, batch, threads, ffns)
+            + resident_padding_bytes(checkpoint)
+        )
     return Demand(
         resident_bytes=checkpoint.resident_bytes,
         kv_cache_bytes=context * shape.kv_bytes_per_token,
-        workspace_bytes=4 * (batch * per_token + rope_tables + 4 * vocabulary)
-        + _scratch_bytes(checkpoint, shape, batch, threads)
-        + resident_padding_bytes(checkpoint),
+        workspace_bytes=workspace,
         context_tokens=context,
+        on_device=threads is None,
     )
 
 
-def _scratch_bytes(checkpoint: Checkpoint, shape: ModelShape, batch: int, threads: int) -> int:
+def _held_floats(shape: ModelShape) -> int:
+    """What MoeModel holds at once, in float32 a token.
+
+    The residual stream, its norm, a block's output and the rows of one expert; queries, keys and values before and
+    after their norms; router logits, ids, shares and their order.
+    """
+    query, kv = shape.head_count * shape.head_size, shape.kv_head_count * shape.head_size
+    return 5 * shape.hidden_size + 3 * query + 4 * kv + shape.expert_count + 10 * shape.experts_per_token
+
+
+def _scratch_bytes(
+    checkpoint: Checkpoint, shape: ModelShape, batch: int, threads: int, ffns: Collection[ExpertFfn]
+) -> int:
     """What the kernels hold: the larger of a prefill's need, in runs of experts, and a decode's."""
     # Matrices of the same columns may share a call, which then rounds its activations for all their types.
     types: dict[int, set[str]] = {}
     for tensor in checkpoint.tensors.values():
         if len(tensor.shape) == 2:
             types.setdefault(tensor.shape[1], set()).add(tensor.type_name)
-    ffns = {expert_ffn(layer, checkpoint, shape) for layer in checkpoint.layers}
     return max(
         workspace_bytes(
             threads,

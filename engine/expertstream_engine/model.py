@@ -127,27 +127,37 @@ class MoeModel:
         ops.add(x, total)
 
     def _route_token(self, block: int, weights: RoutedWeights, normed: F32, experts: I64, shares: F32, x: F32) -> None:
-        """Decode: experts in slots are computed while the missing ones are read."""
+        """Decode: all experts at once where none is missing, or where work on a stream waits for them by itself."""
         ops = self._ops
         lease = self._streamer.acquire(block, experts, wait=False)
         try:
-            ready, pending = lease.ready, lease.pending
-            if not pending.size:
-                ops.add_routed_token(x, weights.ffn, self._addresses(weights, lease, ready), normed, shares)
-                return
-            tokens = np.zeros(experts.size, np.int64)
-            rows = ops.empty(experts.size, self._shape.hidden_size)
-            if ready.size:
-                starts = np.arange(ready.size + 1)
-                ops.scatter(rows, ready, self._expert_rows(weights, lease, ready, normed, starts, tokens[ready]))
-            lease.wait(ops.stream)
-            starts = np.arange(pending.size + 1)
-            ops.scatter(rows, pending, self._expert_rows(weights, lease, pending, normed, starts, tokens[pending]))
-            total = ops.zeros(*x.shape)
-            ops.add_weighted(total, rows, tokens, shares)
-            ops.add(x, total)
+            if lease.pending.size and ops.stream is None:
+                self._route_token_as_it_comes(weights, lease, normed, shares, x)
+            else:
+                lease.wait(ops.stream)
+                every = np.arange(len(lease))
+                ops.add_routed_token(x, weights.ffn, self._addresses(weights, lease, every), normed, shares)
         finally:
             lease.release(ops.stream)
+
+    def _route_token_as_it_comes(self, weights: RoutedWeights, lease: Lease, normed: F32, shares: F32, x: F32) -> None:
+        """Experts in slots are computed while the missing ones are read; the sum is the same."""
+        ops = self._ops
+        tokens = np.zeros(len(lease), np.int64)
+        rows = ops.empty(len(lease), self._shape.hidden_size)
+
+        def compute(positions: I64) -> None:
+            if positions.size:
+                starts = np.arange(positions.size + 1)
+                of_these = self._expert_rows(weights, lease, positions, normed, starts, tokens[positions])
+                ops.scatter(rows, positions, of_these)
+
+        compute(lease.ready)
+        lease.wait()
+        compute(lease.pending)
+        total = ops.zeros(*x.shape)
+        ops.add_weighted(total, rows, tokens, shares)
+        ops.add(x, total)
 
     def _route_batch(
         self, block: int, weights: RoutedWeights, x: F32, counts: I64, tokens: I64, shares: F32, total: F32

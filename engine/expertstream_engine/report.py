@@ -17,11 +17,14 @@ class GenerationReport:
     """The figures of one generation. Times are seconds of wall clock, sizes bytes.
 
     Prefill needs every expert that any prompt token chose, so it exhausts any cache; it is counted apart. The first
-    token comes out of the prefill: decode is the passes after it. `finish` is "eos", "length" or "interrupted".
+    token comes out of the prefill: decode is the passes after it. `finish` is "eos", "length", "interrupted", "failed".
     `seeded_experts` were read from a hotlist before, and count in neither phase. `decode_seconds` are those of passes,
     choice of tokens and their text; what the caller does between two pieces is not in them. The peak is of the
     process: `planned_bytes` for the model and `interpreter_bytes` for Python and its libraries, measured before
     anything was loaded, are most of it.
+    `device_bytes` are what the model has on a device with memory of its own, of `planned_device_bytes`; `pinned_bytes`
+    what it has of pinned host memory, a host tier of `host_slots` included; both 0 where there are none. The tier may
+    still grow to `planned_host_slots`.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -36,6 +39,11 @@ class GenerationReport:
     routed_bytes: int
     expert_memory_bytes: int
     resident_bytes: int
+    host_slots: int
+    planned_host_slots: int
+    host_tiering: str | None
+    device_bytes: int
+    pinned_bytes: int
     seeded_experts: int
     prefill: Counters
     decode: Counters
@@ -43,6 +51,7 @@ class GenerationReport:
     decode_seconds: float
     decode_passes: int
     planned_bytes: int
+    planned_device_bytes: int
     interpreter_bytes: int
     peak_rss_bytes: int
     seed: int
@@ -74,7 +83,12 @@ class GenerationReport:
             "hits": total.hits,
             "misses": total.misses,
             "hit_rate": total.hit_rate,
+            "device_hits": total.hits if self.device_bytes else 0,
+            "host_hits": total.host_hits,
             "expert_bytes_read": total.expert_bytes_read,
+            "h2d_bytes": total.h2d_bytes,
+            "d2h_bytes": total.d2h_bytes,
+            "disk_wait_s": total.disk_wait_s,
             "decode_tokens_per_second": self.decode_tokens_per_second,
         }
 

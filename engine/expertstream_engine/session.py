@@ -15,10 +15,13 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from attrs import evolve
 
 from expertstream import (
     Counters,
     ExpertStreamer,
+    ExpertstreamError,
+    StoreMemory,
     UsageError,
     hotlist_of,
     load_resident,
@@ -40,9 +43,12 @@ from expertstream_engine.weights import assemble_weights, weight_types
 BUNDLED_MODEL = Path(__file__).parent / "models" / "tiny15m-q4_k_m.gguf"
 """A real model of 15 million parameters that comes with the package; models/README.md says how it was made."""
 
+_LOOK_EVERY_S = 0.05
+
 Progress = Callable[[str, int, int], None]
 """Called with what is being done and how far it is: "kernel NAME", which begins to be compiled or to be taken from the
-cache (0 of 0), then "slots", "weights" and "hot experts", bytes of all bytes."""
+cache (0 of 0), then "slots", "weights" and "hot experts", bytes of all bytes; and between them "host tier", which grows
+beside all of it and may go on after."""
 
 
 def open_model(path: str | os.PathLike[str] | None = None, *, config: Path | None = None, **options: Any) -> Model:
@@ -94,21 +100,25 @@ class Model:
             )
             ops = ops_for(self.streamer.device_view(0), settings.threads)
             ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0))
+            self._tell_tier(progress)
             # What the streamer has found out, and said, about direct reads is not to be tried and said again.
             io_mode = "buffered" if self.streamer.io_mode == "buffered" else settings.io_mode
             resident = load_resident(checkpoint, io_mode, lambda done, total: progress("weights", done, total))
             progress("kernel threads", 0, 0)
             opened.enter_context(ops)
+            self._tell_tier(progress)
             weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions, ops.place)
             if planned.hotlist is not None:
                 self.seeded_experts = self.streamer.seed(
                     planned.hotlist.scores, lambda done, total: progress("hot experts", done, total)
                 )
+            self._ops = ops
             self._decoder = MoeModel(shape, weights, ops, self.streamer, planned.plan.demand.context_tokens)
             self._opened = opened.pop_all()
         self._generating = False
         self._closed = False
         self._in_use = threading.RLock()
+        self._memory = self._measured()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -119,6 +129,12 @@ class Model:
     def context_tokens(self) -> int:
         """How many positions the KV cache holds."""
         return self._decoder.context_tokens
+
+    def wait_for_host_tier(self, progress: Progress = lambda what, done, total: None) -> None:
+        """Block until the host tier is as large as it gets; it is used before, as far as it has grown."""
+        while (tier := self.streamer.host_tier) is not None and tier.is_growing:
+            self._tell_tier(progress)
+            time.sleep(_LOOK_EVERY_S)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with BOS where the file says so. Raises ConfigError without a tokenizer."""
@@ -165,9 +181,25 @@ class Model:
         write_hotlist(Path(path), hotlist_of(self.planned.checkpoint, hottest))
         return len(hottest)
 
+    @property
+    def device_memory(self) -> StoreMemory:
+        """Bytes on a device that has memory of its own, weights and caches included, and bytes of pinned host memory.
+
+        As they were last, where the model is closed or another thread is in a pass. Never blocks.
+        """
+        if self._in_use.acquire(blocking=False):
+            try:
+                if not self._closed:
+                    self._memory = self._measured()
+            finally:
+                self._in_use.release()
+        return self._memory
+
     def close(self) -> None:
         """End all threads and free the memory, once no thread is in a pass. A second call does nothing."""
         with self._in_use:
+            if not self._closed:
+                self._memory = self._measured()
             self._closed = True
             self._opened.close()
 
@@ -185,6 +217,17 @@ class Model:
             if self._closed:
                 raise UsageError("this model was closed while it was generating")
             return self._decoder.forward(ids, all_logits=all_logits)
+
+    def _measured(self) -> StoreMemory:
+        stores, plan = self.streamer.memory, self.planned.plan
+        if plan.one_pool:
+            return evolve(stores, slot_bytes=0)
+        return evolve(stores, slot_bytes=stores.slot_bytes + self._ops.held_bytes)
+
+    def _tell_tier(self, progress: Progress) -> None:
+        tier = self.streamer.host_tier
+        if tier is not None:
+            progress("host tier", tier.pinned_bytes, self.planned.plan.host_memory_bytes)
 
     def _begin(self) -> None:
         if self._closed:
@@ -243,6 +286,7 @@ class Generation:
         plan = model.planned.plan
         prefill, prefill_seconds = progress.prefill.so_far()
         decode, decode_seconds = progress.decode.so_far()
+        tier, memory = model.streamer.host_tier, model.device_memory
         return GenerationReport(
             prompt_tokens=tuple(progress.prompt_tokens),
             tokens=tuple(progress.tokens),
@@ -256,13 +300,19 @@ class Generation:
             routed_bytes=plan.routed_bytes,
             expert_memory_bytes=plan.expert_memory_bytes,
             resident_bytes=plan.demand.resident_bytes,
+            host_slots=tier.slot_count if tier is not None else 0,
+            planned_host_slots=tier.planned_slots if tier is not None else 0,
+            host_tiering=plan.host_tiering if tier is not None else None,
+            device_bytes=memory.slot_bytes,
+            pinned_bytes=memory.pinned_bytes,
             seeded_experts=model.seeded_experts,
             prefill=prefill,
             decode=decode,
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             decode_passes=progress.decode_passes,
-            planned_bytes=plan.total_bytes,
+            planned_bytes=plan.host_bytes,
+            planned_device_bytes=plan.device_bytes,
             interpreter_bytes=model.interpreter_bytes,
             peak_rss_bytes=peak_rss_bytes(),
             seed=progress.sampler.seed,
@@ -329,6 +379,9 @@ def _pieces(model: Model, progress: _Progress, max_tokens: int, ignore_eos: bool
                 piece = chosen(logits)
         if stream is not None and (rest := stream.finish()):
             yield rest
+    except ExpertstreamError:
+        progress.finish = "failed"
+        raise
     finally:
         model._generating = False
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expertstream.checkpoint.index import Checkpoint, ExpertLayer, ExpertPart
-from expertstream.errors import BackendContractError, BudgetTooSmall, DoesNotFit
+from expertstream.config import HostTiering
+from expertstream.errors import BackendContractError, BudgetTooSmall, ConfigError, DoesNotFit
 from expertstream.machine import AvailableMemory
 from expertstream.planner import Demand, Plan, make_plan
 from expertstream.size_classes import size_classes
@@ -54,10 +55,17 @@ def available(byte_count: int) -> AvailableMemory:
 class Backend:
     """Grants what `grant(expert_bytes, resident_bytes, asked)` says, by default everything."""
 
+    name = "test"
+
     def __init__(
-        self, *, one_pool: bool = True, grant: Callable[[int, int, int], int] = lambda *asked: asked[2]
+        self,
+        *,
+        one_pool: bool = True,
+        has_host_tier: bool = False,
+        grant: Callable[[int, int, int], int] = lambda *asked: asked[2],
     ) -> None:
         self.one_pool = one_pool
+        self.has_host_tier = has_host_tier
         self.grant = grant
         self.calls: list[tuple[int, int, int]] = []
 
@@ -77,9 +85,19 @@ def plan_for(
     demand: Demand = NOTHING,
     backend: Backend | None = None,
     available_bytes: int = 1 << 60,
+    host: str | None = None,
+    host_tiering: HostTiering | None = None,
 ) -> Plan:
-    parsed = None if request is None else MemoryRequest.parse(request)
-    return make_plan(checkpoint, demand, parsed, backend or Backend(), available(available_bytes))
+    parsed, parsed_host = (None if text is None else MemoryRequest.parse(text) for text in (request, host))
+    return make_plan(
+        checkpoint,
+        demand,
+        parsed,
+        backend or Backend(),
+        available(available_bytes),
+        host_request=parsed_host,
+        host_tiering=host_tiering,
+    )
 
 
 def slot_counts(plan: Plan) -> list[int]:
@@ -253,7 +271,7 @@ def test_a_request_that_the_backend_cuts_is_refused_with_its_reason_and_the_sum(
         plan_for(MIXED, "all", demand=DEMAND, backend=backend)
     text = str(refusal.value)
     assert text.startswith(
-        f"the backend grants 7 slots of {LARGE_SLOT} bytes for layer 3, and expert memory of all is 8: "
+        f"backend 'test' grants 7 of 8 slots of {LARGE_SLOT} bytes for layer 3, and expert memory of all is 8: "
         "the test's backend says so\n"
     )
     for byte_count in (1_000_001, 200_002, 30_003, 24 * SMALL_SLOT, 8 * LARGE_SLOT):
@@ -264,7 +282,7 @@ def test_a_default_takes_what_the_backend_grants_and_says_so() -> None:
     backend = Backend(grant=lambda _expert, _resident, asked: asked - 1)
     plan = plan_for(MIXED, None, backend=backend)
     assert slot_counts(plan) == [23, 7]
-    assert "the backend grants 23 of 24 slots for layers 0-2: the test's backend says so" in plan.notes
+    assert "backend 'test' grants 23 of 24 slots for layers 0-2: the test's backend says so" in plan.notes
 
 
 @pytest.mark.parametrize(("granted", "accepted"), [(2, True), (1, False), (0, False)])
@@ -273,7 +291,7 @@ def test_a_default_is_refused_where_the_backend_grants_less_than_one_step_needs(
     if accepted:
         assert slot_counts(plan_for(MIXED, None, backend=backend)) == [2, 2]
     else:
-        with pytest.raises(DoesNotFit, match=rf"grants {granted} slots .* and one step needs 2"):
+        with pytest.raises(DoesNotFit, match=rf"grants {granted} of 24 slots .* and one step needs 2"):
             plan_for(MIXED, None, backend=backend)
 
 
@@ -314,6 +332,132 @@ def test_with_two_memories_the_default_leaves_the_later_classes_what_a_step_need
     plan = plan_for(MIXED, None, demand=DEMAND, backend=backend)
     assert slot_counts(plan) == [6, 2]
     assert plan.total_bytes <= device_bytes
+
+
+TIERED = evolve(DEMAND, on_device=True)
+"""What a device with memory of its own computes with."""
+
+
+def test_on_a_device_of_its_own_the_host_holds_the_weights_while_they_load_and_the_host_slots() -> None:
+    host_bytes = 24 * SMALL_SLOT + 8 * LARGE_SLOT
+    backend = Backend(one_pool=False, has_host_tier=True)
+    enough = DEMAND.resident_bytes + host_bytes
+    plan = plan_for(MIXED, str(SMALLEST), demand=TIERED, backend=backend, available_bytes=enough, host="all")
+    assert [planned.host_slot_count for planned in plan.classes] == [24, 8]
+    assert (plan.host_bytes, plan.device_bytes) == (enough, DEMAND.total_bytes + SMALLEST)
+    with pytest.raises(DoesNotFit) as refusal:
+        plan_for(MIXED, str(SMALLEST), demand=TIERED, backend=backend, available_bytes=enough - 1, host="all")
+    lines = str(refusal.value).splitlines()
+    assert lines[0] == "host memory of all does not fit into the host's memory:"
+    assert [line.split(":")[0].strip() for line in lines[1:5]] == [
+        "resident weights while they load",
+        "24 host slots for layers 0-2",
+        "8 host slots for layer 3",
+        "total",
+    ]
+    assert lines[-1].endswith(f"({host_bytes - 1} bytes) or less would fit")
+
+
+def test_by_default_a_host_tier_takes_half_of_what_the_host_has_left() -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    left = 1_500_001
+    plan = plan_for(MIXED, str(SMALLEST), demand=TIERED, backend=backend, available_bytes=DEMAND.resident_bytes + left)
+    assert plan.host_memory_bytes <= left // 2 < plan.host_memory_bytes + SMALL_SLOT
+    assert any(f"50 % of the {left} bytes that the host has left" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("kind", ["inclusive", "exclusive"])
+def test_a_host_tier_has_no_more_slots_than_there_are_experts(kind: HostTiering) -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    plan = plan_for(checkpoint_of([(4096, 4096, 100)]), str(60 * 8192), backend=backend, host_tiering=kind)
+    assert plan.classes[0].host_slot_count == 100
+
+
+@pytest.mark.parametrize(
+    ("request_text", "host", "available_bytes", "reason"),
+    [
+        ("all", None, 1 << 60, "every expert has a slot of its own"),
+        (str(SMALLEST), "0", 1 << 60, "host memory of 0 bytes was asked for"),
+        (str(SMALLEST), None, DEMAND.resident_bytes + 1, "the host has 1 bytes left"),
+    ],
+)
+def test_a_host_tier_that_is_off_says_why(
+    request_text: str, host: str | None, available_bytes: int, reason: str
+) -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    plan = plan_for(MIXED, request_text, demand=TIERED, backend=backend, available_bytes=available_bytes, host=host)
+    assert plan.host_memory_bytes == 0
+    assert reason in str(plan.host_tier_off)
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        (Backend(), "its slots are host memory already"),
+        (Backend(one_pool=False), r"does not offer host slots \(the hook alloc_host_slots\)"),
+    ],
+)
+def test_a_host_tier_that_the_backend_does_not_have_is_refused_by_name(backend: Backend, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"host memory of 4GiB was asked for, but backend 'test' has no .*{reason}"):
+        plan_for(MIXED, "all", backend=backend, host="4GiB")
+    with pytest.raises(ConfigError, match=rf"a host tier that is exclusive was asked for, .*{reason}"):
+        plan_for(MIXED, "all", backend=backend, host_tiering="exclusive")
+    assert plan_for(MIXED, "all", backend=backend, host="0").host_memory_bytes == 0
+
+
+def test_host_memory_of_less_than_a_slot_is_refused_with_the_bytes_of_one() -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    with pytest.raises(BudgetTooSmall, match=rf"host memory of 1KiB is 1024 bytes, and a host slot has {SMALL_SLOT}"):
+        plan_for(MIXED, str(SMALLEST), backend=backend, host="1KiB")
+
+
+def test_a_tier_that_is_of_0_bytes_and_of_some_kind_is_a_contradiction() -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    with pytest.raises(ConfigError, match="exclusive was asked for, of 0 bytes"):
+        plan_for(MIXED, str(SMALLEST), backend=backend, host="0", host_tiering="exclusive")
+
+
+def test_an_inclusive_tier_smaller_than_the_slots_is_noted() -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    smaller = plan_for(MIXED, "50%", backend=backend, host="40%", host_tiering="inclusive")
+    assert any("keeps little that the slots do not have themselves" in note for note in smaller.notes)
+    exclusive = plan_for(MIXED, "50%", backend=backend, host="40%", host_tiering="exclusive")
+    assert not any("keeps little" in note for note in exclusive.notes)
+
+
+def published_case(request: str, backend: Backend) -> Plan:
+    """A public report: 369.96 GiB in files, 335.62 of it experts; 26.01 GiB are resident; 8,000 slots are 44.56 GiB."""
+    slot_bytes = rounded_up(round(44.56 * GIB / 8000)) - 4096
+    expert_count = round(335.62 * GIB / slot_bytes)
+    checkpoint = checkpoint_of([(slot_bytes - 4096, 4096, expert_count)], experts_per_token=8)
+    demand = evolve(NOTHING, resident_bytes=-(-2601 * GIB // 100), on_device=True)
+    request = str(8000 * slot_bytes) if request == "8000 slots" else request
+    return plan_for(checkpoint, request, demand=demand, backend=backend, available_bytes=round(119.631 * GIB))
+
+
+def test_the_published_case_streams_on_one_pool_and_is_refused_without_streaming() -> None:
+    plan = published_case("8000 slots", Backend())
+    assert slot_counts(plan) == [8000]
+    assert plan.total_bytes == plan.demand.resident_bytes + 8000 * plan.classes[0].slot_bytes
+    assert round(plan.total_bytes / GIB, 2) == 70.57
+    with pytest.raises(DoesNotFit, match=r"resident weights: 26\.01 GiB(.|\n)*total: 361\.6"):
+        published_case("all", Backend())
+
+
+def test_the_published_case_is_refused_by_name_where_the_device_has_no_room_for_slots() -> None:
+    """On a device of that size with memory of its own; and on one that has no store at all."""
+    device_bytes = round(119.631 * GIB)
+    own = Backend(
+        one_pool=False, grant=lambda slot, resident, asked: max(0, min(asked, (device_bytes - resident) // slot))
+    )
+    assert slot_counts(published_case("8000 slots", own)) == [8000]
+    with pytest.raises(
+        DoesNotFit, match=r"backend 'test' grants \d+ of \d+ slots .*(.|\n)*resident weights: 26\.01 GiB"
+    ):
+        published_case("all", own)
+    none = Backend(one_pool=False, grant=lambda *_: 0)
+    with pytest.raises(DoesNotFit, match=r"backend 'test' grants 0 of 8000 slots of \d+ bytes for layer 0"):
+        published_case("8000 slots", none)
 
 
 def test_a_budget_below_one_tokens_experts_is_noted_and_not_refused() -> None:
@@ -365,11 +509,13 @@ def test_the_json_form_holds_the_same_numbers() -> None:
     told = json.loads(json.dumps(plan.to_json()))
     assert told == {
         "asked": "50%",
+        "asked_host": None,
         "demand": {
             "resident_bytes": 1_000_001,
             "kv_cache_bytes": 200_002,
             "workspace_bytes": 30_003,
             "context_tokens": 512,
+            "on_device": False,
         },
         "classes": [
             {
@@ -379,6 +525,8 @@ def test_the_json_form_holds_the_same_numbers() -> None:
                 "slot_bytes": SMALL_SLOT,
                 "slot_count": plan.classes[0].slot_count,
                 "total_bytes": plan.classes[0].slot_count * SMALL_SLOT,
+                "host_slot_count": 0,
+                "host_bytes": 0,
             },
             {
                 "layers": [3],
@@ -387,9 +535,16 @@ def test_the_json_form_holds_the_same_numbers() -> None:
                 "slot_bytes": LARGE_SLOT,
                 "slot_count": plan.classes[1].slot_count,
                 "total_bytes": plan.classes[1].slot_count * LARGE_SLOT,
+                "host_slot_count": 0,
+                "host_bytes": 0,
             },
         ],
         "expert_memory_bytes": plan.classes[0].slot_count * SMALL_SLOT + plan.classes[1].slot_count * LARGE_SLOT,
+        "host_memory_bytes": 0,
+        "host_tiering": None,
+        "host_tier_off": None,
+        "device_bytes": 0,
+        "host_bytes": plan.total_bytes,
         "smallest_bytes": SMALLEST,
         "routed_bytes": 2_211_840,
         "total_bytes": plan.total_bytes,

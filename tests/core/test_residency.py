@@ -143,18 +143,18 @@ def test_a_leased_or_loading_slot_is_never_a_victim() -> None:
     answer, slots, found = lease(tables, ranks, 2, [0, 1])
     assert (answer, found) == (2, [residency.MISS] * 2)
     assert set(slots).isdisjoint(loading)
-    before = [array.copy() for array in tables[:-1]]  # all but the room for victims
+    before = [array.copy() for array in tables[:-2]]  # all but what the last lease leaves behind
     assert lease(tables, ranks, 2, [2])[0] == residency.EXHAUSTED
-    for array, copy in zip(tables[:-1], before, strict=True):
+    for array, copy in zip(tables[:-2], before, strict=True):
         np.testing.assert_array_equal(array, copy)
 
 
 def test_a_step_that_cannot_have_all_its_slots_gets_none() -> None:
     tables, ranks = make(), residency.make_ranks(LAYERS * EXPERTS)
     load(tables, ranks, 1, [0])
-    before = [array.copy() for array in tables[:-1]]  # all but the room for victims
+    before = [array.copy() for array in tables[:-2]]  # all but what the last lease leaves behind
     assert lease(tables, ranks, 1, [0, 1, 2, 3])[0] == residency.EXHAUSTED
-    for array, copy in zip(tables[:-1], before, strict=True):
+    for array, copy in zip(tables[:-2], before, strict=True):
         np.testing.assert_array_equal(array, copy)
 
 
@@ -260,3 +260,70 @@ def test_the_prompts_hot_experts_are_still_there_when_decode_begins(name: str) -
         load(tables, policy.ranks, 0, [expert])
     assert tables.slot_of[1] >= 0
     assert tables.slot_of[4] >= 0
+
+
+def held(tables: residency.Tables) -> dict[int, int]:
+    """Expert to slot, by the slots."""
+    return {int(expert): slot for slot, expert in enumerate(tables.expert_of) if expert >= 0}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, LAYERS - 1),
+            st.lists(st.integers(0, EXPERTS - 1), max_size=4, unique=True),
+            st.lists(st.integers(0, EXPERTS - 1), max_size=4, unique=True),
+            st.booleans(),
+        ),
+        max_size=30,
+    )
+)
+def test_an_exchange_keeps_what_leaves_and_never_gives_up_the_only_one_for_a_read(
+    steps: list[tuple[int, list[int], list[int], bool]],
+) -> None:
+    """Against a plain account of which experts are kept, and which of them are readable elsewhere too."""
+    tables, ranks = make(), residency.make_ranks(LAYERS * EXPERTS)
+    for number, (layer, coming, leaving, arrives) in enumerate(steps):
+        leaving = [expert for expert in leaving if expert not in coming]
+        size = max(len(coming), len(leaving))
+        if not coming:
+            continue
+        ranks.rank[:] = (np.arange(LAYERS * EXPERTS) * 7 + number) % 5
+        state = {expert: int(tables.state[slot]) for expert, slot in held(tables).items()}
+        first, end = tables.slot_range[layer]
+        base = layer * EXPERTS
+        slots, found = np.full(len(coming), -1, np.int64), np.empty(len(coming), np.uint8)
+        taken = np.empty(size, np.int64)
+        numbers = [base + expert for expert in leaving] + [-1] * (size - len(leaving))
+        residency.exchange(
+            tables, ranks, layer, np.array(coming, np.int64), np.array(numbers, np.int64), slots, found, taken
+        )
+        after = held(tables)
+        assert len(set(after.values())) == len(after)
+        assert all(tables.slot_of[expert] == slot for expert, slot in after.items())
+        for expert, slot, how in zip(coming, slots.tolist(), found.tolist(), strict=True):
+            was = state.get(base + expert)
+            assert (how == residency.READY) == (was in (residency.READABLE, residency.SPARE))
+            assert slot < 0 or first <= slot < end
+            if slot >= 0:
+                assert after[base + expert] == slot
+                assert tables.leases[slot] == 1
+        for expert, slot in zip(numbers, taken.tolist(), strict=True):
+            if expert >= 0 and state.get(expert) is not None:
+                assert slot == -1
+                assert expert not in after or tables.state[after[expert]] != residency.SPARE
+            elif expert >= 0 and slot >= 0:
+                assert after[expert] == slot
+                assert tables.state[slot] == residency.LOADING
+        # What was readable nowhere else goes only for something that would be lost too.
+        lost = [expert for expert, was in state.items() if was == residency.READABLE and expert not in after]
+        assert len(lost) <= int(np.count_nonzero(taken >= 0))
+        for slot in taken[taken >= 0].tolist():
+            tables.state[slot], tables.leases[slot] = residency.READABLE, 0
+        for slot in slots[slots >= 0].tolist():
+            tables.leases[slot] = 0
+            if arrives:
+                tables.state[slot] = residency.SPARE
+            else:
+                residency.forget(tables, slot, quarantine=False)
+    assert not tables.leases.any()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 import checkpoint_files
 import memory_backend
@@ -27,6 +28,7 @@ from expertstream import (
     ExpertKey,
     ExpertStreamer,
     Lease,
+    MachineError,
     MemoryRequest,
     ReadFailed,
     Staging,
@@ -653,6 +655,40 @@ def test_a_commit_that_one_stream_waits_for_is_waited_for_by_the_next_stream_too
             assert third.ready.tolist() == [0]
             assert_holds(third, written, 0, [1])
         assert streamer.counters.misses == 1
+
+
+def test_a_commit_that_does_not_end_is_given_up_and_its_slot_kept_away_until_it_does(
+    written: checkpoint_files.Written,
+) -> None:
+    commits = LateCommits()
+    with open_streamer(written, observers=[commits], read_timeout_s=0.2) as streamer:
+        with pytest.raises(MachineError, match=r"a commit has not ended for 0\.2 s") as failure:
+            streamer.acquire(0, [1])
+        assert any("in slot 0, which backend 'memory' was to commit" in note for note in failure.value.__notes__)
+        assert streamer._tables.state[0] == residency.QUARANTINED
+        commits.landed.set()
+        with streamer.acquire(0, [1]) as lease:
+            assert_holds(lease, written, 0, [1])
+        assert streamer._tables.state[0] != residency.QUARANTINED
+        assert not streamer._tables.leases.any()
+
+
+def test_closing_leaves_a_store_behind_whose_commit_or_close_does_not_end(written: checkpoint_files.Written) -> None:
+    commits = LateCommits()
+    with capture_logs() as events:
+        streamer = open_streamer(written, observers=[commits], read_timeout_s=0.2)
+        with pytest.raises(MachineError):
+            streamer.acquire(0, [1])
+        closing = threading.Event()
+        store = streamer._classes[1][0]
+        store.close = closing.wait  # type: ignore[method-assign]  # it waits for a device that does not answer
+        streamer.close()
+        streamer.close()
+    reasons = [event["reason"] for event in events if event["event"] == "store_left_open"]
+    assert reasons[0] == "a read or copy that never ended may still write to it"
+    assert reasons[1] == "closing it has not ended for 0.2 s"
+    commits.landed.set()
+    closing.set()
 
 
 def test_a_commit_that_fails_behind_a_streams_back_is_raised_before_its_results_are_used(

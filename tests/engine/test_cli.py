@@ -25,7 +25,10 @@ from expertstream_engine.cli.run import run
 from expertstream_engine.settings import COMMAND_LINE_ONLY
 
 PROMPT = ("-p", "In the beginning God created")
-COUNTERS = {"steps", "hits", "misses", "expert_bytes_read", "exhausted"}
+COUNTERS = {
+    *("steps", "hits", "misses", "host_hits", "expert_bytes_read", "exhausted", "h2d_bytes", "d2h_bytes"),
+    "disk_wait_s",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +70,7 @@ class TestRun:
             *("prompt_tokens", "tokens", "text", "backend", "policy", "io_mode", "slots", "expert_memory_bytes"),
             *("resident_bytes", "hits", "misses", "hit_rate", "expert_bytes_read", "prefill_seconds"),
             *("decode_seconds", "decode_tokens_per_second", "peak_rss_bytes", "prefill", "decode"),
+            *("device_hits", "host_hits", "h2d_bytes", "device_bytes", "pinned_bytes", "host_slots", "host_tiering"),
         }
         assert set(ran["prefill"]) == set(ran["decode"]) == COUNTERS
         assert len(ran["tokens"]) == 12

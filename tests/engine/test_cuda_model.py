@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 import model_files
 from expertstream import BackendOption, BudgetTooSmall
+from expertstream_cuda.device import _devices
 from expertstream_engine import BUNDLED_MODEL, open_model
 from expertstream_engine.architecture import FAMILIES
 from gpu import NEEDS_GPU
@@ -55,6 +57,67 @@ def smallest_bytes() -> int:
 def test_budget_and_backend_change_no_bit(resident: Answer, smallest_bytes: int, budget: str, backend: str) -> None:
     memory = str(smallest_bytes) if budget == "smallest" else budget
     assert answer(BUNDLED_MODEL, expert_memory=memory, **BACKENDS[backend]) == resident
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_device_of_the_same_kind_gives_the_same_bits(resident: Answer, backend: str) -> None:
+    devices = [device.name for device, _ in _devices()]
+    if len(devices) < 2 or devices[1] != devices[0]:
+        pytest.skip(f"two CUDA devices of one kind are needed; there are {', '.join(devices)}")
+    chosen = BACKENDS[backend]
+    on_the_second = BackendOption(chosen["backend"], "device", "1")
+    options = chosen | {"backends": (*chosen.get("backends", ()), on_the_second)}
+    with capture_logs() as events:
+        assert answer(BUNDLED_MODEL, expert_memory="25%", **options) == resident
+    chosen_events = [event for event in events if event["event"] == "cuda_device_chosen"]
+    assert [(event["device"], event["of"]) for event in chosen_events] in ([], [(1, len(devices))])  # once a process
+
+
+@pytest.mark.parametrize("host_memory", ["all", "40%", "0"])
+@pytest.mark.parametrize("host_tier", ["inclusive", "exclusive"])
+@pytest.mark.parametrize("budget", ["25%", "smallest"])
+def test_a_host_tier_changes_no_bit(
+    resident: Answer, smallest_bytes: int, budget: str, host_tier: str, host_memory: str
+) -> None:
+    """Also while it grows: nothing waits for it."""
+    memory = str(smallest_bytes) if budget == "smallest" else budget
+    kind = {} if host_memory == "0" else {"host_tier": host_tier}
+    assert answer(BUNDLED_MODEL, expert_memory=memory, host_memory=host_memory, **kind, **DISCRETE) == resident
+
+
+@pytest.mark.parametrize("host_tier", ["inclusive", "exclusive"])
+def test_a_miss_that_the_host_tier_answers_costs_no_read(host_tier: str) -> None:
+    """One that the file answers fills an inclusive tier: the second text reads nothing, and no expert is read twice."""
+    with open_model(BUNDLED_MODEL, expert_memory="25%", host_memory="all", host_tier=host_tier, **DISCRETE) as model:
+        model.wait_for_host_tier()
+        reports = []
+        for _ in range(2):
+            generation = model.generate(PROMPTS[2], 24, ignore_eos=True)
+            for _ in generation:
+                pass
+            reports.append(generation.report)
+        first, second = (report.total for report in reports)
+        assert first.expert_bytes_read <= model.planned.plan.routed_bytes
+        assert second.expert_bytes_read == 0
+        assert second.host_hits == second.misses > 0
+        slot_bytes = model.planned.plan.classes[0].slot_bytes
+        assert first.h2d_bytes >= first.misses * slot_bytes > 0
+        assert reports[1].pinned_bytes >= model.planned.plan.host_memory_bytes
+        assert reports[1].host_slots == sum(planned.host_slot_count for planned in model.planned.plan.classes)
+
+
+@pytest.mark.parametrize("budget", ["all", "25%"])
+def test_the_device_holds_what_was_planned(budget: str) -> None:
+    """After the longest batch that a prompt goes through in, and some decoding."""
+    with open_model(BUNDLED_MODEL, expert_memory=budget, host_memory="0", **DISCRETE) as model:
+        longest = model.context_tokens - 24
+        generation = model.generate(np.random.default_rng(1).integers(1, 4096, longest).tolist(), 24, ignore_eos=True)
+        for _ in generation:
+            pass
+        report = generation.report
+        assert abs(report.device_bytes - report.planned_device_bytes) <= max(
+            report.planned_device_bytes // 100, 64 << 20
+        )
 
 
 @pytest.fixture(scope="module")
@@ -112,5 +175,5 @@ def test_memory_does_not_grow_over_many_tokens() -> None:
             generation = model.generate([1], 500, ignore_eos=True)
             for _ in generation:
                 pass
-            held.append(model._decoder._ops.held_bytes)  # type: ignore[attr-defined]  # CupyOps alone has it
+            held.append(generation.report.device_bytes)
     assert held[1:] == held[:1] * 3

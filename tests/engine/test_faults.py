@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import subprocess
@@ -60,7 +61,10 @@ def test_a_run_whose_storage_fails_ends_with_the_place_and_no_thread(good_reads:
     assert re.search(rf"error: .*{re.escape(str(BUNDLED_MODEL))} at offset \d+, \d+ bytes wanted.*EIO", ended.stderr)
     assert "Traceback" not in ended.stderr
     assert "threads left: []" in ended.stderr
-    assert not options or not ended.stdout
+    if options:
+        assert json.loads(ended.stdout)["finish"] == "failed"
+    else:
+        assert re.search(r"\d+ tokens? generated, ended by failure", ended.stderr)
 
 
 def test_a_model_goes_on_after_a_read_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ import expertstream_cpu
 import expertstream_engine.session as session
 from expertstream import BackendUnavailable, usable_cores
 from expertstream_engine import BUNDLED_MODEL, open_model
+from expertstream_engine.demand import plan_run
 from expertstream_engine.ops import address_of, ops_for
 from expertstream_engine.ops.numba_ops import NumbaOps
+from expertstream_engine.settings import RunSettings
 
 HOST, CUDA, CUDA_HOST, METAL, CUDA_MANAGED = 1, 2, 3, 8, 13  # DLDeviceType: dlpack.h
 
@@ -86,15 +88,19 @@ def test_threads_that_were_set_are_said_to_be_unused_where_a_device_computes(
     vars(stand_in).update(CupyOps=lambda device: ("on device", device), array_of=lambda view: array)
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     view = View(np.zeros(1, np.uint8), device_type)
-    with capture_logs() as events:
-        assert ops_for(view, None) == ("on device", 3)
-    assert events == []
-    with capture_logs() as events:
-        assert ops_for(view, 6) == ("on device", 3)
-    assert [(event["event"], event["log_level"], event["threads"]) for event in events] == [
-        ("threads_not_used", "warning", 6)
-    ]
+    assert ops_for(view, None) == ("on device", 3)
     assert address_of(view) == 4096
+    show_as(device_type, monkeypatch)
+    with capture_logs() as events:
+        assert plan_run(BUNDLED_MODEL, RunSettings()).plan.demand.on_device
+    assert unused_threads(events) == []
+    with capture_logs() as events:
+        plan_run(BUNDLED_MODEL, RunSettings(threads=6))
+    assert unused_threads(events) == [("warning", 6)]
+
+
+def unused_threads(events: list[Any]) -> list[tuple[str, int]]:
+    return [(event["log_level"], event["threads"]) for event in events if event["event"] == "threads_not_used"]
 
 
 def test_the_cpu_computes_with_the_threads_that_were_set_else_with_one_a_core() -> None:

@@ -62,6 +62,14 @@ def locked_bytes() -> int:
 
 
 class TestSlots:
+    def test_its_memory_is_whole_pages_of_which_some_are_wired(self) -> None:
+        backend = opened(wire="try")
+        store = backend.alloc_slot_store(LAYOUT, 3)
+        memory = backend.measure_store(store)
+        assert memory.slot_bytes == 3 * store_module.slot_stride_bytes(LAYOUT.slot_bytes, LAYOUT.alignment)
+        assert 0 <= memory.pinned_bytes <= memory.slot_bytes
+        store.close()
+
     def test_the_staging_is_the_slot(self) -> None:
         store = opened().alloc_slot_store(LAYOUT, 3)
         staging = store.stage(1)

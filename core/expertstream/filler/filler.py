@@ -48,12 +48,16 @@ class StagingStore(Protocol):
 
 @frozen(eq=False)
 class Fill:
-    """One slot to be filled: what to read into it, in ascending order of the rooms. `label` is for error messages."""
+    """One slot to be filled: what to read into it, in ascending order of the rooms. `label` is for error messages.
+
+    `stage` leases the host bytes that are read into, None for the store's own `stage`.
+    """
 
     store: StagingStore
     slot: int
     reads: tuple[PartRead, ...] = field(validator=[validators.min_len(1), _rooms_do_not_overlap])
     label: ExpertKey | str
+    stage: Callable[[], Staging] | None = None
 
 
 class Ticket:
@@ -348,8 +352,9 @@ class Filler:
 
     def _begin_lease(self, ticket: Ticket) -> BaseException | None:
         try:
-            ticket._staging = ticket._fill.store.stage(ticket._fill.slot)
-            _check_staging(ticket._staging, ticket._fill)
+            fill = ticket._fill
+            ticket._staging = fill.store.stage(fill.slot) if fill.stage is None else fill.stage()
+            _check_staging(ticket._staging, fill)
         except BaseException as raised:  # noqa: BLE001  # see above
             return raised
         return None

@@ -33,6 +33,23 @@ ExpertMemory = Annotated[
         " or all. [dim]By default as much as is wise on this machine.[/]",
     ),
 ]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        rich_help_panel=_MEMORY,
+        help="Pinned host memory that keeps experts below a device's slots, written as --expert-memory; 0 for none."
+        " [dim]By default half of what the host has left, where the backend has such a tier.[/]",
+    ),
+]
+HostTier = Annotated[
+    str | None,
+    typer.Option(
+        metavar="inclusive|exclusive",
+        rich_help_panel=_MEMORY,
+        help="Whether host memory keeps what is read, or what leaves a slot. [dim]By default exclusive.[/]",
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(

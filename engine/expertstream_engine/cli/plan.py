@@ -12,6 +12,8 @@ from expertstream_engine.cli.options import (
     Context,
     Debug,
     ExpertMemory,
+    HostMemory,
+    HostTier,
     ModelArgument,
     Policy,
     Threads,
@@ -25,6 +27,8 @@ from expertstream_engine.cli.options import (
 def plan(
     model: ModelArgument = None,
     expert_memory: ExpertMemory = None,
+    host_memory: HostMemory = None,
+    host_tier: HostTier = None,
     context: Context = None,
     backend: BackendName = None,
     backend_option: BackendOptions = None,
@@ -40,6 +44,8 @@ def plan(
         settings = settings_from(
             config,
             expert_memory=expert_memory,
+            host_memory=host_memory,
+            host_tier=host_tier,
             context=context,
             backend=backend,
             backends=backend_option,

@@ -28,7 +28,7 @@ def read_prompt(prompts: Prompts, text: str | None, token_ids: str | None, *, bu
     if text is None:
         text = _from_standard_input()
         if not text and bundled:
-            say(f"prompt: {BUNDLED_PROMPT!r}, as none was given")
+            say(f"prompt: {BUNDLED_PROMPT!r}, as {'none was given' if text is None else 'that is empty'}")
             text = BUNDLED_PROMPT
         if not text:
             raise ConfigError("there is no prompt: give -p TEXT, --token-ids 1,2,3, or text on standard input")
@@ -39,12 +39,12 @@ def read_prompt(prompts: Prompts, text: str | None, token_ids: str | None, *, bu
     return text, prompts.encode(text)
 
 
-def _from_standard_input() -> str:
-    """All of it without one final newline, or nothing where a person would have to type it."""
+def _from_standard_input() -> str | None:
+    """All of it without one final newline, None where a person would have to type it."""
     from expertstream import ConfigError
 
     if sys.stdin is None or sys.stdin.isatty():
-        return ""
+        return None
     say("prompt: from standard input")  # said before, because whoever sits at the other end may not know to write one
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n")

@@ -21,6 +21,8 @@ from expertstream_engine.cli.options import (
     ExpertMemory,
     FillerThreads,
     HalfLifeTokens,
+    HostMemory,
+    HostTier,
     IoMode,
     ModelArgument,
     Policy,
@@ -123,6 +125,8 @@ def run(
         ),
     ] = False,
     expert_memory: ExpertMemory = None,
+    host_memory: HostMemory = None,
+    host_tier: HostTier = None,
     context: Context = None,
     backend: BackendName = None,
     backend_option: BackendOptions = None,
@@ -156,6 +160,8 @@ def run(
             backend=backend,
             backends=backend_option,
             expert_memory=expert_memory,
+            host_memory=host_memory,
+            host_tier=host_tier,
             policy=policy,
             context=context,
             threads=threads,
@@ -164,7 +170,7 @@ def run(
             half_life_tokens=half_life_tokens,
             hotlist=hotlist,
         )
-        from expertstream import MachineError, refuse_unwritable
+        from expertstream import ExpertstreamError, MachineError, refuse_unwritable
         from expertstream_engine.cli.screen import Screen
         from expertstream_engine.cli.summary import print_report
         from expertstream_engine.demand import plan_run
@@ -204,7 +210,7 @@ def run(
                     screen.echo(text)
                     generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
                     _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, ExpertstreamError):
                 if generation is not None:
                     report(generation)
                 raise

@@ -93,7 +93,9 @@ class Screen:
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show how far loading is; arguments as of `expertstream_engine.session.Progress`."""
-        if what in ("weights", "hot experts"):
+        if what == "host tier":
+            line = f"pinning host memory beside loading: {size_text(done)} of {size_text(total)}"
+        elif what in ("weights", "hot experts"):
             line = f"loading {what}: {100 * done // max(total, 1)} % of {size_text(total)}"
         elif what == "slots":
             line = f"allocating {size_text(total)} of slots ..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from expertstream_engine.cli.consoles import counted, say, size_text
@@ -26,6 +27,11 @@ def status_line(report: GenerationReport, max_tokens: int) -> str:
     if speed := report.decode_tokens_per_second:
         parts.append(f"{speed:.1f} tokens/s")
         parts.append(f"hit rate {_percent(report.decode.hit_rate)}")
+        if report.host_slots:
+            decode = report.decode
+            parts.append(f"host tier {_percent(decode.host_hits / decode.misses if decode.misses else None)} of misses")
+        if report.host_slots < report.planned_host_slots:
+            parts.append(f"{report.host_slots} of {report.planned_host_slots} host slots pinned")
         parts.append(f"{size_text(report.decode.expert_bytes_read // report.decode_passes)} per token")
     return ", ".join(parts)
 
@@ -69,12 +75,35 @@ def print_report(report: GenerationReport, *, sampled: bool) -> None:
         f" {size_text(report.resident_bytes)} resident"
     )
     say(f"backend {report.backend}, policy {report.policy}, reads {report.io_mode}")
+    for line in _of_device(report):
+        say(line)
     if report.seeded_experts:
         say(f"{counted(report.seeded_experts, 'expert')} of the hotlist were read before the prompt.")
     say(_streaming(report))
 
 
-_ENDS = {"eos": "the model", "length": "its limit (-n)", "interrupted": "interruption"}
+_ENDS = {"eos": "the model", "length": "its limit (-n)", "interrupted": "interruption", "failed": "failure"}
+
+
+def _of_device(report: GenerationReport) -> Iterator[str]:
+    """What concerns memory that is not the host's alone: how much of it there is, and what went between."""
+    total = report.total
+    if report.device_bytes:
+        yield (
+            f"device memory {size_text(report.device_bytes)}, {size_text(report.planned_device_bytes)} were planned;"
+            f" {size_text(total.h2d_bytes)} of slots were copied to it and {size_text(total.d2h_bytes)} from it"
+        )
+    if report.host_slots:
+        yield (
+            f"{report.host_tiering} host tier of {counted(report.host_slots, 'slot')}"
+            f"{'' if report.host_slots == report.planned_host_slots else f' of {report.planned_host_slots} planned'},"
+            " pinned memory"
+            f" {size_text(report.pinned_bytes)}: {total.host_hits} of {total.misses} misses were found there"
+        )
+    elif report.device_bytes:
+        yield f"no host tier, pinned memory {size_text(report.pinned_bytes)}"
+    if total.misses:
+        yield f"{total.disk_wait_s:.2f} s were spent waiting for the file"
 
 
 def _streaming(report: GenerationReport) -> str:

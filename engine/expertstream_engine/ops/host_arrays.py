@@ -14,6 +14,7 @@ class HostArrays(ABC):
     """The part of Ops that makes, moves and joins arrays."""
 
     stream: int | None = None
+    held_bytes = 0
 
     def place(self, data: U8) -> U8:
         return data

@@ -62,6 +62,11 @@ class Ops(Protocol):
         """Where its work is launched in order, as backends are told of streams; None where calls return when done."""
         ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of a device's own memory that it holds, freed arrays kept for reuse included; 0 on the host."""
+        ...
+
     def prepare(self, type_names: Collection[str], progress: Callable[[str], None]) -> None:
         """Compile what weights of these ggml types need, calling `progress` with a name before each one.
 

@@ -63,7 +63,11 @@ class Device:
         try:
             yield
         except self.runtime.CUDARuntimeError as error:
-            raise MachineError(f"CUDA device {self.number} ({self.name}): {error}") from error
+            raise self.failed(error) from error
+
+    def failed(self, error: Exception) -> MachineError:
+        """What to raise where the driver raised `error`."""
+        return MachineError(f"CUDA device {self.number} ({self.name}): {error}")
 
     def commit_failed(self, slot: int, error: Exception) -> CommitFailed:
         """What to raise where the driver raised `error` about a slot's copy."""

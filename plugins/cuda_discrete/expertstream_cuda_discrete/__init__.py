@@ -14,10 +14,12 @@ import expertstream_cuda
 from expertstream import (
     Commit,
     DeviceDescription,
+    HostSlots,
     SlotBudget,
     SlotLayout,
     SlotStore,
     Staging,
+    StoreMemory,
     hookimpl,
 )
 from expertstream_cuda import Device
@@ -80,6 +82,18 @@ def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | 
 def alloc_slot_store(layout: SlotLayout, slot_count: int) -> SlotStore:
     """One device allocation and one pinned one."""
     return DeviceStore(_device(), layout, slot_count, _options.staging_buffers)
+
+
+@hookimpl
+def alloc_host_slots(store: SlotStore, slot_count: int) -> HostSlots:
+    """One more pinned allocation."""
+    return cast(DeviceStore, store).host_slots(slot_count)
+
+
+@hookimpl
+def measure_store(store: SlotStore) -> StoreMemory:
+    """What the driver was asked for."""
+    return cast(DeviceStore, store).memory
 
 
 @hookimpl

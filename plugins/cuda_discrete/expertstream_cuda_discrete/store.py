@@ -1,7 +1,8 @@
-"""A store: slots in one device allocation, staging buffers in one pinned one, and a stream for the copies between.
+"""A store: slots in one device allocation, buffers in pinned ones, and a stream for the copies between.
 
-Order comes from events alone. A copy waits on the device for the readers that `mark_read` told of; a buffer is lent
-again when the event after its copy is over; the host waits for nothing but a buffer.
+Order comes from events alone. A copy waits on the device for the readers that `mark_read` told of; a buffer is filled
+again when the event after its copy is over; the host waits for nothing but a buffer. Copies run in the order in which
+they were started, both ways, so that what a host slot is to keep has left the slot before new bytes land in it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import deque
 from threading import Condition
 from typing import Any
 
-from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, get_log
+from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, StoreMemory, available_memory, get_log
 from expertstream_cuda import Device, read_back
 
 
@@ -30,25 +31,26 @@ class DeviceStore:
         with device.failing():
             device.use()
         self._stream: int | None = None
-        self._memory = self._pinned = 0
+        self._memory = 0
+        self._pinned: list[int] = []
+        self._pinned_bytes = 0
+        self._buffers: dict[int, _Buffer] = {}  # by the id of the view that is lent
         self._memory = _allocated(device, layout, slot_count)
         try:
-            self._pinned, buffer_count = self._allocate_pinned(buffer_count)
+            buffers = self._allocated_buffers(buffer_count)
             with device.failing():
                 self._stream = self._runtime.streamCreateWithFlags(self._runtime.streamNonBlocking)
         except BaseException:
             self.close()
             raise
+        self._stride_bytes = _stride(layout)
         self._first_slot = _aligned(self._memory, layout.alignment)
         self._reads: list[dict[int, Any]] = [{} for _ in range(slot_count)]  # by stream: the event after its last read
         self._spare_events: deque[Any] = deque()
-        self._idle: deque[_Buffer] = deque()
+        self._idle: deque[_Buffer] = deque(buffers)
         self._returned = Condition()
-        first = _aligned(self._pinned, layout.alignment)
-        for address in range(first, first + buffer_count * _stride(layout), _stride(layout)):
-            room = (ctypes.c_uint8 * layout.slot_bytes).from_address(address)
-            self._idle.append(_Buffer(address, memoryview(room).cast("B")))
-        self._buffers = {id(buffer.view): buffer for buffer in self._idle}
+        for buffer in buffers:
+            buffer.goes_round = True
 
     def stage(self, slot: int) -> Staging:
         """A buffer whose copy is over; blocks until there is one."""
@@ -95,16 +97,54 @@ class DeviceStore:
             self._give_back(buffer)
         return DeviceCommit(self.device, slot, copied)
 
+    def host_slots(self, slot_count: int) -> PinnedSlots:
+        """More pinned buffers, which keep their bytes; as the hook `alloc_host_slots`."""
+        self.address(0)
+        with self.device.failing():
+            self.device.use()
+        return PinnedSlots(self, self._pinned_buffers(slot_count))
+
+    def filled_again(self, buffer: _Buffer, slot: int) -> Staging:
+        """Lease a buffer once no copy reads or writes it."""
+        self.address(slot)
+        with self.device.failing():
+            self.device.use()
+            if buffer.copied is not None:
+                buffer.copied.synchronize()
+                buffer.copied = None
+        return Staging(slot, buffer.view)
+
+    def keep(self, slot: int, buffer: _Buffer) -> None:
+        """Copy a slot into a buffer, after the copies started before and before those started later."""
+        source, runtime = self.address(slot), self._runtime
+        try:
+            self.device.use()
+            copied = self._event()
+            size_bytes, kind = self.layout.slot_bytes, runtime.memcpyDeviceToHost
+            runtime.memcpyAsync(buffer.address, source, size_bytes, kind, self._stream)
+            runtime.eventRecord(copied.ptr, self._stream)
+        except runtime.CUDARuntimeError as error:
+            raise self.device.commit_failed(slot, error) from error
+        buffer.copied = copied
+
+    @property
+    def memory(self) -> StoreMemory:
+        """What was allocated, with the room to align it."""
+        return StoreMemory(_size_bytes(self.layout, self.slot_count), self._pinned_bytes)
+
     def mark_read(self, slot: int, stream: int) -> None:
         """An event on the reader's stream, which the next copy into the slot waits for."""
         self.address(slot)
         readers = self._reads[slot]
-        with self.device.failing():
+        runtime = self._runtime
+        try:  # not `failing`: for every slot of every step, a context made by a generator costs too much
             self.device.use()
             event = readers.get(stream)
             if event is None:
                 event = self._event()
-            self._runtime.eventRecord(event.ptr, stream)
+            runtime.eventRecord(event.ptr, stream)
+        except runtime.CUDARuntimeError as error:
+            raise self.device.failed(error) from error
         readers[stream] = event  # no sooner: waiting for an event that was never recorded is not waiting
 
     def device_view(self, slot: int) -> Any:
@@ -119,7 +159,7 @@ class DeviceStore:
         """Wait for copies and announced readers, then free. Raises MachineError where the device was lost before."""
         stream, self._stream = self._stream, None
         memory, self._memory = self._memory, 0
-        pinned, self._pinned = self._pinned, 0
+        pinned, self._pinned = self._pinned, []
         with self.device.failing():
             self.device.use()
             if stream is not None:
@@ -130,8 +170,8 @@ class DeviceStore:
                 self._runtime.streamDestroy(stream)
             if memory:
                 self._runtime.free(memory)
-            if pinned:
-                self._runtime.freeHost(pinned)
+            for address in pinned:
+                self._runtime.freeHost(address)
 
     def address(self, slot: int) -> int:
         """Where a slot begins on the device. Raises StoreClosed, IndexError."""
@@ -139,26 +179,43 @@ class DeviceStore:
             raise StoreClosed("this slot store is closed")
         if not 0 <= slot < self.slot_count:
             raise IndexError(f"slot {slot} of a store with {self.slot_count} slots")
-        return self._first_slot + slot * _stride(self.layout)
+        return self._first_slot + slot * self._stride_bytes
 
-    def _allocate_pinned(self, buffer_count: int) -> tuple[int, int]:
-        """Pinned host memory for as many buffers as can be had, with their number."""
-        wanted, stride = buffer_count, _stride(self.layout)
+    def _allocated_buffers(self, buffer_count: int) -> list[_Buffer]:
+        """Staging buffers, as many of these as can be had."""
+        wanted = buffer_count
         while True:
-            size_bytes = buffer_count * stride + self.layout.alignment
             try:
-                pinned = int(self._runtime.hostAlloc(size_bytes, self._runtime.hostAllocPortable))
-            except self._runtime.CUDARuntimeError as error:
+                buffers = self._pinned_buffers(buffer_count)
+            except DeviceOutOfMemory:
                 if buffer_count == 1:
-                    raise DeviceOutOfMemory(
-                        f"one staging buffer of {stride} bytes needs {size_bytes} bytes of pinned host memory, which"
-                        f" the driver refuses: {error}"
-                    ) from error
+                    raise
                 buffer_count //= 2
             else:
                 if buffer_count < wanted:
-                    get_log().warning("fewer_staging_buffers", asked=wanted, got=buffer_count, buffer_bytes=stride)
-                return pinned, buffer_count
+                    size_bytes = _stride(self.layout)
+                    get_log().warning("fewer_staging_buffers", asked=wanted, got=buffer_count, buffer_bytes=size_bytes)
+                return buffers
+
+    def _pinned_buffers(self, count: int) -> list[_Buffer]:
+        """Buffers in one allocation of pinned host memory, which `close` frees. Raises DeviceOutOfMemory."""
+        size_bytes = _size_bytes(self.layout, count)
+        try:
+            pinned = int(self._runtime.hostAlloc(size_bytes, self._runtime.hostAllocPortable))
+        except (self._runtime.CUDARuntimeError, OverflowError) as error:
+            raise DeviceOutOfMemory(
+                f"{count} buffer{'' if count == 1 else 's'} of {_stride(self.layout)} bytes need {size_bytes} bytes of"
+                f" pinned host memory, which the driver refuses, with {available_memory().bytes} available: {error}"
+            ) from error
+        self._pinned.append(pinned)
+        self._pinned_bytes += size_bytes
+        first, stride = _aligned(pinned, self.layout.alignment), _stride(self.layout)
+        buffers = []
+        for address in range(first, first + count * stride, stride):
+            room = (ctypes.c_uint8 * self.layout.slot_bytes).from_address(address)
+            buffers.append(_Buffer(address, memoryview(room).cast("B")))
+        self._buffers |= {id(buffer.view): buffer for buffer in buffers}
+        return buffers
 
     def _take_idle(self) -> _Buffer:
         """A buffer that nobody leases: one whose copy is over, else the one whose copy began first. Under the lock."""
@@ -170,17 +227,19 @@ class DeviceStore:
         return self._idle.popleft()
 
     def _give_back(self, buffer: _Buffer) -> None:
+        if not buffer.goes_round:
+            return
         with self._returned:
             self._idle.append(buffer)
             self._returned.notify()
 
     def _event(self) -> Any:
         """An event that nothing waits for any more, or a new one."""
-        import cupy  # when it is needed, see expertstream_cuda
-
         try:
             return self._spare_events.pop()
         except IndexError:  # asking first would race with another thread
+            import cupy  # when it is needed, see expertstream_cuda
+
             return cupy.cuda.Event(disable_timing=True)
 
 
@@ -219,20 +278,55 @@ class DeviceCommit:
             raise self._device.commit_failed(self._slot, error) from error
 
 
-class _Buffer:
-    """A staging buffer; `copied` is the event after its last copy, None when that is known to be over."""
+class PinnedSlots:
+    """Host slots of a store, as `expertstream.slots.HostSlots` says."""
 
-    __slots__ = ("address", "copied", "view")
+    def __init__(self, store: DeviceStore, buffers: list[_Buffer]) -> None:
+        self._store = store
+        self._buffers = buffers
+
+    @property
+    def slot_count(self) -> int:
+        """How many there are."""
+        return len(self._buffers)
+
+    def stage(self, host_slot: int, slot: int) -> Staging:
+        """The host slot's buffer, once no copy reads or writes it."""
+        return self._store.filled_again(self._buffer(host_slot), slot)
+
+    def restage(self, host_slot: int, slot: int) -> Staging:
+        """The host slot's buffer as it is: its copies are over before one that starts now."""
+        self._store.address(slot)
+        return Staging(slot, self._buffer(host_slot).view)
+
+    def keep(self, slot: int, host_slot: int) -> None:
+        """An asynchronous copy out of the slot."""
+        self._store.keep(slot, self._buffer(host_slot))
+
+    def _buffer(self, host_slot: int) -> _Buffer:
+        if not 0 <= host_slot < len(self._buffers):
+            raise IndexError(f"host slot {host_slot} of {len(self._buffers)}")
+        return self._buffers[host_slot]
+
+
+class _Buffer:
+    """Pinned memory for one slot. `copied` is the event after its last copy, None when that is known to be over.
+
+    One that `goes_round` is lent to whoever comes next; the others are host slots.
+    """
+
+    __slots__ = ("address", "copied", "goes_round", "view")
 
     def __init__(self, address: int, view: memoryview) -> None:
         self.address = address
         self.view = view
         self.copied: Any = None
+        self.goes_round = False
 
 
 def _allocated(device: Device, layout: SlotLayout, slot_count: int) -> int:
     """Device memory for the slots, with room to align it: the driver aligns to less than a page."""
-    size_bytes = slot_count * _stride(layout) + layout.alignment
+    size_bytes = _size_bytes(layout, slot_count)
     free_bytes, total_bytes = device.memory()
     try:
         return int(device.runtime.malloc(size_bytes))
@@ -241,6 +335,10 @@ def _allocated(device: Device, layout: SlotLayout, slot_count: int) -> int:
             f"{slot_count} slots of {layout.slot_bytes} bytes need {size_bytes} bytes on {device.name};"
             f" {free_bytes} of {total_bytes} are free: {error}"
         ) from error
+
+
+def _size_bytes(layout: SlotLayout, slot_count: int) -> int:
+    return slot_count * _stride(layout) + layout.alignment
 
 
 def _stride(layout: SlotLayout) -> int:

@@ -22,6 +22,7 @@ from expertstream import (
     SlotLayout,
     SlotStore,
     Staging,
+    StoreMemory,
     available_memory,
     hookimpl,
 )
@@ -111,6 +112,12 @@ def alloc_slot_store(layout: SlotLayout, slot_count: int) -> SlotStore:
 def commit_slot(store: SlotStore, staging: Staging) -> Commit:
     """The bytes are where kernels read them."""
     return READY
+
+
+@hookimpl
+def measure_store(store: SlotStore) -> StoreMemory:
+    """Whole pages, and how many of their bytes are wired."""
+    return cast(WiredStore, store).memory
 
 
 @hookimpl

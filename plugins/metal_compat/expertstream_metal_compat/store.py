@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, available_memory, get_log
+from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, StoreMemory, available_memory, get_log
 from expertstream_metal_compat.mlx import Mlx
 from expertstream_metal_compat.streams import Streams
 from expertstream_metal_compat.wiring import unwire, wire
@@ -72,6 +72,11 @@ class WiredStore:
         number = self._streams.last_launched(stream)
         with self._readers_lock:
             self._readers[slot][stream] = number
+
+    @property
+    def memory(self) -> StoreMemory:
+        """What the mapping takes."""
+        return StoreMemory(self.slot_count * self._stride_bytes, self.wired_bytes)
 
     def device_view(self, slot: int) -> Any:
         """The slot itself, (slot_bytes,) uint8: a numpy array, or an MLX array where the store was made for MLX."""

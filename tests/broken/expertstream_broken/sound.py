@@ -30,7 +30,12 @@ class LateStore(DeviceStore):
     """The stranger's store with copies later still, so that whatever is early shows, and the end of a lease apart."""
 
     def __init__(self, layout, slot_count, staging_count=2):
-        super().__init__(layout, slot_count, staging_count, copy_s=0.004)
+        try:
+            super().__init__(layout, slot_count, staging_count, copy_s=0.004)
+        except MemoryError:
+            if staging_count == 1:
+                raise
+            LateStore.__init__(self, layout, slot_count, staging_count // 2)
 
     def commit(self, staging):
         event = self.launch("copies", self.copy, staging, self.reads.pop(staging.slot, {}))
@@ -38,7 +43,7 @@ class LateStore(DeviceStore):
         return SimpleNamespace(
             done=lambda: event.done() and event.result() is None,
             wait=event.result,
-            order_before=lambda stream: self.launch(stream, event.exception),
+            order_before=lambda stream: (event.done() and event.result()) or self.launch(stream, event.exception),
         )
 
     def end_lease(self, staging, error):

@@ -3,6 +3,7 @@
 import queue
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,9 +21,8 @@ def aligned_rows(count, size_bytes, alignment):
 
 class DeviceStore:
     def __init__(self, layout, slot_count, staging_count=2, copy_s=0.002):
-        self.layout, self.slot_count, self.copy_s = layout, slot_count, copy_s
+        self.layout, self.slot_count, self.copy_s, self.streams, self.reads = layout, slot_count, copy_s, {}, {}
         self.slots = aligned_rows(slot_count, layout.slot_bytes, layout.alignment)
-        self.streams, self.reads = {}, {}  # reads: slot -> stream -> event after the last one announced
         self.idle = queue.Queue()  # the staging buffers that neither a lease nor a copy uses
         for buffer in aligned_rows(staging_count, layout.slot_bytes, layout.alignment):
             self.idle.put(buffer)
@@ -42,8 +42,8 @@ class DeviceStore:
         event.add_done_callback(lambda _: self.discard(staging))  # not lent again before
         return SimpleNamespace(
             done=lambda: event.done() and event.result() is None,  # raises what the copy raised
-            wait=event.result,
-            order_before=lambda stream: self.launch(stream, event.exception),  # the stream waits, the host does not
+            wait=event.result,  # blocks the host; order_before blocks the stream, unless the copy has failed
+            order_before=lambda stream: (event.done() and event.result()) or self.launch(stream, event.exception),
         )
 
     def copy(self, staging, reads):
@@ -53,7 +53,7 @@ class DeviceStore:
         self.slots[staging.slot] = staging.view
 
     def mark_read(self, slot, stream):
-        self.reads.setdefault(slot, {})[stream] = self.launch(stream, lambda: None)  # ends after the reads
+        self.reads.setdefault(slot, {})[stream] = self.launch(stream, lambda: None)  # an event: ends after the reads
 
     def device_view(self, slot):
         if self.slots is None:
@@ -84,10 +84,10 @@ def budget_for_expert_size(expert_bytes, resident_bytes, asked):
 
 @hookimpl
 def alloc_slot_store(layout, slot_count):
-    try:
-        return DeviceStore(layout, slot_count)
-    except MemoryError as error:
-        raise DeviceOutOfMemory(f"asked: {slot_count * layout.slot_bytes}, free: {available_memory().bytes}") from error
+    for staging_count in (2, 1):  # fewer staging buffers will do, but not none
+        with suppress(MemoryError):
+            return DeviceStore(layout, slot_count, staging_count)
+    raise DeviceOutOfMemory(f"asked: {(slot_count + 1) * layout.slot_bytes}, free: {available_memory().bytes}")
 
 
 @hookimpl
