@@ -6,7 +6,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from expertstream import Backend, Commit, ExpertKey, SlotStore
+from expertstream import Backend, Commit, ExpertKey, HostSlots, SlotStore
 from expertstream.conformance.experts import difference, expert_bytes
 
 Bytes = NDArray[np.uint8]
@@ -42,6 +42,47 @@ class SlotsUnderTest:
     def wrong_bytes(self, found: bytes, key: ExpertKey) -> str:
         """How bytes read from a slot differ from the expert that they must be; empty if they do not."""
         return difference(self.store.layout, found, expert_bytes(self.store.layout, key))
+
+    def host_slots(self, slot_count: int) -> HostSlotsUnderTest:
+        """So many more host slots of the store."""
+        return HostSlotsUnderTest(self, self.backend.alloc_host_slots(self.store, slot_count))
+
+
+@frozen(eq=False)
+class HostSlotsUnderTest:
+    """Host slots, with the slots that they are below."""
+
+    slots: SlotsUnderTest
+    host_slots: HostSlots
+
+    def commit(self, host_slot: int, slot: int, key: ExpertKey) -> Commit:
+        """Fill a host slot with an expert and commit it as a slot; the commit may be under way."""
+        staging = self.host_slots.stage(host_slot, slot)
+        staging.view[:] = expert_bytes(self.slots.store.layout, key)
+        return self.slots.backend.commit_slot(self.slots.store, staging)
+
+    def recommit(self, host_slot: int, slot: int) -> Commit:
+        """Commit what a host slot keeps as a slot; the commit may be under way."""
+        staging = self.host_slots.restage(host_slot, slot)
+        return self.slots.backend.commit_slot(self.slots.store, staging)
+
+    def scribble(self, host_slot: int, slot: int) -> None:
+        """Lease a host slot to be filled, write rubbish and discard it."""
+        staging = self.host_slots.stage(host_slot, slot)
+        staging.view[:] = b"\xe5" * len(staging.view)
+        self.slots.store.discard(staging)
+
+    def use(self, call: str, host_slot: int, slot: int) -> None:
+        """Call the one of `stage`, `restage` and `keep` that is named."""
+        if call == "keep":
+            self.host_slots.keep(slot, host_slot)
+        else:
+            getattr(self.host_slots, call)(host_slot, slot)
+
+    def wrong(self, host_slot: int, slot: int, key: ExpertKey) -> str:
+        """How what a host slot keeps, committed as a slot, differs from the expert that it must be; empty if not."""
+        self.recommit(host_slot, slot).wait()
+        return self.slots.wrong(slot, key)
 
 
 def host_array(view: object) -> Bytes | None:

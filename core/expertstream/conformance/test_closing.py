@@ -1,25 +1,21 @@
-"""A store ends once and for all: commits first, then its threads and its memory."""
+"""A store ends once and for all: commits first, then its threads, its descriptors and its memory."""
 
 from __future__ import annotations
 
 import gc
-import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
-from expertstream import Backend, ExpertKey, StoreClosed
+from expertstream import Backend, ExpertKey, SlotLayout, StoreClosed
 from expertstream.conformance.experts import LARGE, SMALL
+from expertstream.conformance.holdings import growth, memory_in_use, open_descriptors
 from expertstream.conformance.plugin import OpenSlots
-from expertstream.conformance.slots_under_test import SlotsUnderTest
 
 THREADS_END_S = 5.0
-LARGE_SLOTS = 6
-PROCESS_PAGES = Path("/proc/self/statm")
-"""Where the system has it, its second number is how many pages of this process lie in memory: proc(5)."""
+SLOT_COUNT = 6
 
 
 @pytest.mark.hook("alloc_slot_store")
@@ -57,10 +53,10 @@ def test_a_closed_store_shows_nothing(open_slots: OpenSlots, use: str) -> None:
 
 @pytest.mark.hook("alloc_slot_store", "commit_slot")
 def test_close_waits_for_commits_under_way(open_slots: OpenSlots) -> None:
-    slots = open_slots(LARGE, LARGE_SLOTS)
-    commits = [slots.commit(slot, ExpertKey(4, slot)) for slot in range(LARGE_SLOTS)]
+    slots = open_slots(LARGE, SLOT_COUNT)
+    commits = [slots.commit(slot, ExpertKey(4, slot)) for slot in range(SLOT_COUNT)]
     slots.store.close()
-    assert [commit.done() for commit in commits] == [True] * LARGE_SLOTS
+    assert [commit.done() for commit in commits] == [True] * SLOT_COUNT
 
 
 @pytest.mark.hook("commit_slot")
@@ -75,10 +71,10 @@ def test_a_commit_outlives_the_refill_of_its_slot(open_slots: OpenSlots) -> None
 
 @pytest.mark.hook("alloc_slot_store")
 def test_close_ends_the_stores_threads(open_slots: OpenSlots, streams: Sequence[int]) -> None:
-    _use_and_close(open_slots, streams)  # what a device starts once for the process is not the store's
+    _use_and_close(open_slots, LARGE, streams)  # what a device starts once for the process is not the store's
     before = set(threading.enumerate())
     for _ in range(3):
-        _use_and_close(open_slots, streams)
+        _use_and_close(open_slots, LARGE, streams)
     until = time.monotonic() + THREADS_END_S
     while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
         for thread in left:
@@ -87,34 +83,42 @@ def test_close_ends_the_stores_threads(open_slots: OpenSlots, streams: Sequence[
 
 
 @pytest.mark.hook("alloc_slot_store")
-def test_close_gives_the_memory_back(backend: Backend, open_slots: OpenSlots, streams: Sequence[int]) -> None:
-    measures = _memory_measures(backend)
-    if not measures:
-        pytest.skip(f"the system does not tell a process's memory, nor backend {backend.name!r} the device's")
-    store_bytes = LARGE_SLOTS * LARGE.slot_bytes
-    for _ in range(2):  # what is allocated once for the process is not the store's
-        _use_and_close(open_slots, streams)
-    before = [measure() for measure in measures]
-    for _ in range(8):
-        _use_and_close(open_slots, streams)
+def test_close_gives_descriptors_back(open_slots: OpenSlots, streams: Sequence[int]) -> None:
+    if open_descriptors() is None:
+        pytest.skip("the system does not tell which descriptors a process has open")
+    times, allowed = 16, 8
+    for _ in range(2):  # what is opened once for the process is not the store's
+        _use_and_close(open_slots, SMALL, streams)
     gc.collect()
-    grown = [measure() - start for measure, start in zip(measures, before, strict=True)]
-    assert max(grown) < 4 * store_bytes, f"8 stores of {store_bytes} bytes were closed, and {grown} bytes are not back"
+    before = open_descriptors() or 0
+    for _ in range(times):
+        _use_and_close(open_slots, SMALL, streams)
+    gc.collect()
+    after = open_descriptors() or 0
+    assert after - before <= allowed, (
+        f"{times} times a store was opened, used and closed: this process had {before} descriptors open before and"
+        f" {after} after; up to {allowed} more are allowed"
+    )
 
 
-def _use_and_close(open_slots: OpenSlots, streams: Sequence[int]) -> None:
-    slots: SlotsUnderTest = open_slots(LARGE, LARGE_SLOTS)
-    for slot in range(LARGE_SLOTS):
+@pytest.mark.hook("alloc_slot_store")
+def test_close_gives_the_memory_back(backend: Backend, open_slots: OpenSlots, streams: Sequence[int]) -> None:
+    memories = memory_in_use(backend)
+    if not memories:
+        pytest.skip(f"the system does not tell a process's memory, nor backend {backend.name!r} the device's")
+    store_bytes = SLOT_COUNT * LARGE.slot_bytes
+    assert not growth(
+        memories,
+        f"a store of {store_bytes} bytes was opened, used and closed",
+        lambda: _use_and_close(open_slots, LARGE, streams),
+        times=8,
+        allowed_bytes=4 * store_bytes,
+    )
+
+
+def _use_and_close(open_slots: OpenSlots, layout: SlotLayout, streams: Sequence[int]) -> None:
+    slots = open_slots(layout, SLOT_COUNT)
+    for slot in range(SLOT_COUNT):
         slots.commit(slot, ExpertKey(6, slot)).order_before(streams[0])
         slots.store.mark_read(slot, streams[0])
     slots.store.close()
-
-
-def _memory_measures(backend: Backend) -> list[Callable[[], int]]:
-    """What tells how many bytes are in use: by this process and, where the device has memory of its own, there."""
-    measures: list[Callable[[], int]] = []
-    if PROCESS_PAGES.exists():
-        measures.append(lambda: int(PROCESS_PAGES.read_text().split()[1]) * mmap.PAGESIZE)
-    if not backend.host_memory_is_device_addressable() and backend.describe_device().free_bytes is not None:
-        measures.append(lambda: -(backend.describe_device().free_bytes or 0))
-    return measures

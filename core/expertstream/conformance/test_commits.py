@@ -98,13 +98,30 @@ def test_parts_that_are_not_whole_pages_arrive_at_their_own_offsets(open_slots: 
 
 @pytest.mark.hook("commit_slot")
 @EVERY_LAYOUT
+@pytest.mark.parametrize("refill_count", [3, 6])
+def test_refills_of_one_slot_land_in_the_order_of_their_commits(
+    open_slots: OpenSlots, layout: SlotLayout, refill_count: int
+) -> None:
+    slots = open_slots(layout, 2)
+    for first in range(3):
+        experts = range(first, first + refill_count)
+        commits = [slots.commit(0, ExpertKey(9, expert)) for expert in experts]
+        commits[-1].wait()
+        assert not slots.wrong(0, ExpertKey(9, experts[-1])), "what is there after the last commit"
+        for commit in commits:
+            commit.wait()
+        assert not slots.wrong(0, ExpertKey(9, experts[-1])), "what is there after all commits"
+
+
+@pytest.mark.hook("commit_slot")
+@EVERY_LAYOUT
 def test_a_refill_leaves_no_stale_bytes(open_slots: OpenSlots, layout: SlotLayout) -> None:
     slots = open_slots(layout, 2)
     slots.load(1, ExpertKey(7, 99))
     for expert in range(6):
         key = ExpertKey(7, expert % 3)  # an expert that was here before returns
         slots.load(0, key)
-        assert not slots.wrong(0, key)
+        assert not slots.wrong(0, key), "the slot"
     assert not slots.wrong(1, ExpertKey(7, 99)), "a slot beside it"
 
 

@@ -35,6 +35,31 @@ def test_a_commit_that_failed_is_never_done(open_slots: OpenSlots, break_next_co
 
 
 @pytest.mark.hook("commit_slot")
+@pytest.mark.parametrize("asked_by", ["wait", "done"])
+def test_nothing_is_ordered_after_a_commit_that_is_known_to_have_failed(
+    open_slots: OpenSlots, break_next_commit: BreakNextCommit, streams: Sequence[int], asked_by: str
+) -> None:
+    slots = open_slots(SMALL, 2)
+    break_next_commit(slots.store)
+    try:
+        commit = slots.commit(0, ExpertKey(1, 0))
+    except CommitFailed:
+        pytest.skip(f"backend {slots.backend.name!r}: commit_slot itself tells of the failure, so there is no Commit")
+
+    def ask_until_it_is_known() -> None:
+        if asked_by == "wait":
+            commit.wait()
+        while not commit.done():
+            time.sleep(0)  # another thread's turn
+
+    with pytest.raises(CommitFailed):
+        ask_until_it_is_known()
+    for stream in streams:
+        with pytest.raises(CommitFailed):
+            commit.order_before(stream)
+
+
+@pytest.mark.hook("commit_slot")
 def test_a_commit_that_failed_gives_its_staging_back(open_slots: OpenSlots, break_next_commit: BreakNextCommit) -> None:
     slots = open_slots(SMALL, 2)
     for expert in range(40):

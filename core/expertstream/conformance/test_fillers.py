@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
 
 from expertstream import ExpertKey, SlotLayout
-from expertstream.conformance.experts import LARGE, SMALL, expert_bytes
+from expertstream.conformance.experts import LARGE, SMALL
+from expertstream.conformance.fillers import FILLERS, SLOTS_FILLED, fill_at_once
 from expertstream.conformance.plugin import OpenSlots
-
-FILLERS = 8
 
 
 @pytest.mark.hook("commit_slot")
 @pytest.mark.parametrize(("layout", "rounds"), [(SMALL, 12), (LARGE, 2)], ids=["small", "large"])
 def test_eight_fillers_at_once_lose_no_commit(open_slots: OpenSlots, layout: SlotLayout, rounds: int) -> None:
-    slots = open_slots(layout, 2 * FILLERS)
-    together = Barrier(FILLERS)
-
-    def fill(filler: int) -> list[str]:
-        together.wait()
-        wrongs = []
-        for number in range(rounds):
-            slot, key = filler + FILLERS * (number % 2), ExpertKey(filler, number % 4)
-            staging = slots.store.stage(slot)
-            expected = expert_bytes(layout, key)
-            for part in layout.parts:
-                end = part.offset + part.room_bytes
-                staging.view[part.offset : end] = expected[part.offset : end]
-                time.sleep(0)  # another thread's turn
-            commit = slots.backend.commit_slot(slots.store, staging)
-            time.sleep(0)
-            commit.wait()
-            wrongs.append(slots.wrong(slot, key))
-        return wrongs
-
-    with ThreadPoolExecutor(FILLERS) as fillers:
-        assert list(fillers.map(fill, range(FILLERS))) == [[""] * rounds] * FILLERS
-    for filler in range(FILLERS):
-        for number in range(rounds - 2, rounds):
-            assert not slots.wrong(filler + FILLERS * (number % 2), ExpertKey(filler, number % 4))
+    assert not fill_at_once(open_slots(layout, SLOTS_FILLED), rounds)
 
 
 @pytest.mark.hook("commit_slot", "alloc_slot_store")

@@ -19,7 +19,9 @@ def test_staging_is_writable_bytes_for_the_whole_slot_asked_for(open_slots: Open
         staging = store.stage(slot)
         assert staging.slot == slot
         view = staging.view
-        assert (view.ndim, view.itemsize, len(view), view.readonly) == (1, 1, layout.slot_bytes, False)
+        assert (view.ndim, view.itemsize) == (1, 1), "not single bytes"
+        assert len(view) == layout.slot_bytes
+        assert not view.readonly
         store.discard(staging)
 
 
@@ -88,7 +90,7 @@ def test_a_lease_is_not_touched_by_other_slots_commits(open_slots: OpenSlots) ->
         staging = slots.store.stage(1)
         staging.view[:] = expert_bytes(SMALL, ExpertKey(7, expert))
         commit.wait()
-        assert staging.view == expert_bytes(SMALL, ExpertKey(7, expert))
+        assert staging.view == expert_bytes(SMALL, ExpertKey(7, expert)), "the leased bytes"
         slots.backend.commit_slot(slots.store, staging).wait()
-        assert not slots.wrong(0, ExpertKey(6, expert))
-        assert not slots.wrong(1, ExpertKey(7, expert))
+        assert not slots.wrong(0, ExpertKey(6, expert)), "the slot committed first"
+        assert not slots.wrong(1, ExpertKey(7, expert)), "the slot whose staging was leased meanwhile"

@@ -1,4 +1,4 @@
-"""What the conformance suite needs to know of this backend: streams of the device, and a commit that fails."""
+"""What the conformance suite needs to know of this backend: streams, a commit that fails, and scarce pinned memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from expertstream import Backend
+from expertstream import Backend, SlotLayout
 
-_UNKNOWN = 999  # cudaErrorUnknown: driver_types.h
+_MEMORY_ALLOCATION, _UNKNOWN = 2, 999  # cudaErrorMemoryAllocation, cudaErrorUnknown: driver_types.h
 
 
 @pytest.fixture
@@ -43,3 +43,22 @@ def break_next_commit() -> Callable[[Any], None]:
         store._runtime = Refusing()
 
     return break_next
+
+
+@pytest.fixture
+def starve_staging(monkeypatch: pytest.MonkeyPatch) -> Callable[[SlotLayout, int], None]:
+    """The driver refuses pinned memory for more buffers than that, as it does when too much is pinned already."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    pin = runtime.hostAlloc
+
+    def starve(layout: SlotLayout, buffer_count: int) -> None:
+        def pin_no_more(size_bytes: int, flags: int) -> int:
+            if size_bytes >= (buffer_count + 1) * layout.slot_bytes:
+                raise runtime.CUDARuntimeError(_MEMORY_ALLOCATION)
+            return int(pin(size_bytes, flags))
+
+        monkeypatch.setattr(runtime, "hostAlloc", pin_no_more)
+
+    return starve

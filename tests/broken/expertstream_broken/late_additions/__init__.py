@@ -1,5 +1,5 @@
-"""The fixtures that let the suite look at streams and failing commits of the late backends."""
+"""The fixtures that let the suite look at streams, failing commits and scarce staging of the late backends."""
 
-from expertstream_fakedevice.conformance import break_next_commit, streams
+from expertstream_fakedevice.conformance import break_next_commit, starve_staging, streams
 
-__all__ = ["break_next_commit", "streams"]
+__all__ = ["break_next_commit", "starve_staging", "streams"]
