@@ -1,8 +1,9 @@
 """How fast CUDA kernels read weights, as a fraction of what a plain read of device memory reaches in the same run.
 
 Every launch takes other matrices than the one before, over more bytes than the device caches. Launches are captured
-into a graph, so that the host's time between them does not count; the arms alternate. Prints GB/s of weight bytes: the
-median, the quartiles, and the median's fraction of the read.
+into a graph, so that the host's time between them does not count; the arms alternate. Kernels are launched as the ops
+launch them, so that one fetches weights while the one ahead of it still computes, and apart, each after the other's
+end. Prints GB/s of weight bytes: the median, the quartiles, and the median's fraction of the read.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 
 import cupy
 import numpy as np
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
-from expertstream_engine.cuda import DOWN_ROWS, GATE_UP_ROWS, MULTIPLY_ROWS, THREADS, Kernels, Tiling
+from expertstream_engine.cuda.kernels import Kernels
+from expertstream_engine.cuda.launching import Kernel
+from expertstream_engine.cuda.tiling import THREADS, Tiling
 from expertstream_engine.kernels.row_dots import ROW_DOTS
 
 EXPERTS, HIDDEN, WIDTH = 8, 2048, 768
@@ -43,6 +46,7 @@ class Result:
 
     case: str
     type_name: str
+    apart: bool
     megabytes: float
     us: float
     gb_per_s: float
@@ -86,27 +90,31 @@ def weights(nbytes: int) -> Any:
     return cupy.random.randint(0x20, 0x40, nbytes, dtype=cupy.uint8)
 
 
-def arms_of(type_name: str, kernels: Kernels, stream: Any, least_bytes: int) -> dict[str, Arm]:
+def arms_of(type_name: str, kernels: Kernels, apart: bool, stream: Any, least_bytes: int) -> dict[str, Arm]:
     """One for the large matrix, and for the experts: gate and up, down, and the FFN of one layer."""
+
+    def launched(kernel: Kernel) -> Kernel:
+        return evolve(kernel, is_early=False) if apart else kernel
+
     floats = cupy.random.standard_normal(COLUMNS, dtype=cupy.float32)
     form, records = ROW_DOTS[type_name].activation, cupy.zeros(4 * COLUMNS, cupy.uint8)
     hidden_records = cupy.zeros(4 * WIDTH, cupy.uint8)
-    rounding = kernels.layer({"Q8_0": "round_q8_0", "Q8_K": "round_q8_k"}[form])
+    rounding = launched(kernels.layer({"Q8_0": "round_q8_0", "Q8_K": "round_q8_k"}[form]))
     block = {"Q8_0": 32, "Q8_K": 256}[form]
 
     def round_to(out: Any, x: Any, columns: int, rows: int) -> None:
-        rounding((-(-columns // block // 4), rows), (128,), (x, columns, out, out.size // rows), 0, stream)
+        rounding((-(-columns // block // 4), rows), 128, (x, columns, out, out.size // rows), stream)
 
     round_to(records, floats, COLUMNS, 1)
     large_bytes = ROWS * row_bytes(type_name, COLUMNS)
     matrices = [weights(large_bytes) for _ in range(max(2, least_bytes // large_bytes))]
     tables = [cupy.array([matrix.data.ptr, ROWS, 0], cupy.int64) for matrix in matrices]
-    out, tiling = cupy.empty(ROWS, cupy.float32), Tiling.of(large_bytes // ROWS, ROWS, 1, MULTIPLY_ROWS)
-    multiply = kernels.multiply(type_name, tiling)
+    out, tiling = cupy.empty(ROWS, cupy.float32), Tiling.of(COLUMNS, 1, type_name)
+    multiply = launched(kernels.multiply(type_name, tiling))
 
     def large(table: Any) -> Callable[[], None]:
-        arguments = table, tiling.split, records, records.size, COLUMNS, 1, out
-        return lambda: multiply((tiling.blocks(ROWS),), (THREADS,), arguments, 0, stream)
+        arguments = table, records, records.size, 1, out
+        return lambda: multiply((tiling.blocks(ROWS),), THREADS, arguments, stream)
 
     part_bytes = WIDTH * row_bytes(type_name, HIDDEN), HIDDEN * row_bytes(type_name, WIDTH)
     expert_bytes = 2 * part_bytes[0] + part_bytes[1]
@@ -118,18 +126,18 @@ def arms_of(type_name: str, kernels: Kernels, stream: Any, least_bytes: int) -> 
     hidden, rows = cupy.empty((EXPERTS, WIDTH), cupy.float32), cupy.empty((EXPERTS, HIDDEN), cupy.float32)
     many_records = cupy.zeros(EXPERTS * hidden_records.size, cupy.uint8)
     record_bytes = hidden_records.size
-    first_tiling = Tiling.of(part_bytes[0] // WIDTH, EXPERTS * WIDTH, 1, GATE_UP_ROWS)
-    second_tiling = Tiling.of(part_bytes[1] // HIDDEN, EXPERTS * HIDDEN, 1, DOWN_ROWS)
-    gate_up, down = kernels.gate_up(type_name, type_name, first_tiling), kernels.down(type_name, second_tiling)
+    first_tiling, second_tiling = Tiling.of(HIDDEN, 1, type_name, type_name), Tiling.of(WIDTH, 1, type_name)
+    gate_up = launched(kernels.gate_up(type_name, type_name, first_tiling))
+    down = launched(kernels.down(type_name, second_tiling))
 
     def first_half(layer: int) -> None:
-        where = addresses[layer], starts, tokens, first_tiling.split
-        arguments = *where, records, 0, records, 0, HIDDEN, WIDTH, hidden
-        gate_up((first_tiling.blocks(WIDTH), EXPERTS), (THREADS,), arguments, 0, stream)
+        where = addresses[layer], starts, tokens
+        arguments = *where, records, 0, records, 0, WIDTH, hidden
+        gate_up((first_tiling.blocks(WIDTH), EXPERTS), THREADS, arguments, stream)
 
     def second_half(layer: int) -> None:
-        arguments = addresses[layer], starts, second_tiling.split, many_records, record_bytes, WIDTH, HIDDEN, rows
-        down((second_tiling.blocks(HIDDEN), EXPERTS), (THREADS,), arguments, 0, stream)
+        arguments = addresses[layer], starts, many_records, record_bytes, HIDDEN, rows
+        down((second_tiling.blocks(HIDDEN), EXPERTS), THREADS, arguments, stream)
 
     def ffn(layer: int) -> None:
         round_to(records[: 4 * HIDDEN], floats, HIDDEN, 1)
@@ -137,7 +145,8 @@ def arms_of(type_name: str, kernels: Kernels, stream: Any, least_bytes: int) -> 
         round_to(many_records, hidden, WIDTH, EXPERTS)
         second_half(layer)
 
-    keep = matrices, tables, slots, addresses, starts, tokens, floats
+    weights_and_tables = matrices, tables, slots, addresses, starts, tokens
+    keep = weights_and_tables, floats, records, hidden_records, many_records, hidden, rows, out
     halves = {"gate and up": (first_half, 2 * part_bytes[0]), "down": (second_half, part_bytes[1])}
     halves["routed FFN"] = ffn, expert_bytes
     arms = {f"{ROWS} x {COLUMNS}": Arm(stream, [large(table) for table in tables], large_bytes)}
@@ -177,25 +186,30 @@ def main() -> None:
     stream, kernels = cupy.cuda.Stream(non_blocking=True), Kernels()
     plain = read_arm(stream, options.megabytes << 20)
     for type_name in options.types:
-        arms = arms_of(type_name, kernels, stream, options.megabytes << 20)
-        times: dict[str, list[float]] = {name: [] for name in arms}
+        arms = {
+            (name, apart): arm
+            for apart in (False, True)
+            for name, arm in arms_of(type_name, kernels, apart, stream, options.megabytes << 20).items()
+        }
+        times: dict[tuple[str, bool], list[float]] = {key: [] for key in arms}
         read_speeds = []
         for _ in range(options.repeats):
             read_speeds.append(plain.launch_bytes / plain.seconds_a_launch() / 1e9)
-            for name, arm in arms.items():
-                times[name].append(arm.seconds_a_launch())
+            for key, arm in arms.items():
+                times[key].append(arm.seconds_a_launch())
         read_speed = float(np.median(read_speeds))
-        for name, arm in arms.items():
-            speeds = arm.launch_bytes / np.array(times[name]) / 1e9
+        for (name, apart), arm in arms.items():
+            speeds = arm.launch_bytes / np.array(times[name, apart]) / 1e9
             low, speed, high = (float(part) for part in np.percentile(speeds, (25, 50, 75)))
-            microseconds = float(np.median(times[name])) * 1e6
-            result = Result(name, type_name, arm.launch_bytes / 1e6, microseconds, speed, low, high, speed / read_speed)
+            microseconds, megabytes = float(np.median(times[name, apart])) * 1e6, arm.launch_bytes / 1e6
+            of_read = speed / read_speed
             if options.json:
+                result = Result(name, type_name, apart, megabytes, microseconds, speed, low, high, of_read)
                 print(json.dumps(asdict(result)), flush=True)
             else:
                 print(
-                    f"{type_name:5} {name:24} {result.megabytes:6.1f} MB {microseconds:7.1f} us  {speed:6.0f} GB/s"
-                    f" ({low:.0f}-{high:.0f}), {result.of_read:.2f} of a plain read at {read_speed:.0f}",
+                    f"{type_name:5} {name:24} {'apart' if apart else '':5} {megabytes:6.1f} MB {microseconds:7.1f} us"
+                    f"  {speed:6.0f} GB/s ({low:.0f}-{high:.0f}), {of_read:.2f} of a plain read at {read_speed:.0f}",
                     flush=True,
                 )
 

@@ -13,7 +13,11 @@ import pytest
 
 from expertstream import DeviceOutOfMemory, MachineError
 
-OF_CUPY = ("expertstream_engine.cuda", "expertstream_engine.ops.cupy_ops")
+OF_CUPY = (
+    "expertstream_engine.cuda.launching",
+    "expertstream_engine.cuda.kernels",
+    "expertstream_engine.ops.cupy_ops",
+)
 
 
 class FakeError(RuntimeError):
@@ -55,7 +59,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
 
 @pytest.fixture
 def ops(cupy: MagicMock) -> Any:
-    return importlib.import_module(OF_CUPY[1]).CupyOps(0).__enter__()
+    return importlib.import_module(OF_CUPY[-1]).CupyOps(0).__enter__()
 
 
 HOST = np.zeros((1, 4), np.float32)
@@ -93,11 +97,27 @@ def test_what_the_runtime_raises_is_a_machine_error(
     assert isinstance(error.value.__cause__, RuntimeFailed)
 
 
-def test_a_kernel_that_cannot_be_launched_is_a_machine_error(cupy: MagicMock, ops: Any) -> None:
-    kernel = cupy.RawModule.return_value.get_function.return_value.kernel
-    kernel.side_effect = DriverFailed(701)
+def test_a_kernel_that_cannot_be_launched_is_a_machine_error(
+    cupy: MagicMock, ops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses: list[int] = []
+
+    def check_status(status: int) -> None:
+        statuses.append(status)
+        raise DriverFailed(status)
+
+    cupy.cuda.driver.check_status = check_status
+    cupy.cuda.Stream.return_value.ptr = 16
+    monkeypatch.setattr(sys.modules[OF_CUPY[0]], "_launch", lambda: lambda *arguments: 701)
     with pytest.raises(MachineError, match="error 701"):
-        ops.rms_norm(HOST, HOST[0], 1e-5)
+        ops.add(MagicMock(size=4), MagicMock())
+    assert statuses == [701]
+
+
+def test_a_kernel_that_cannot_be_loaded_is_a_machine_error(cupy: MagicMock, ops: Any) -> None:
+    cupy.RawModule.return_value.get_function.side_effect = DriverFailed(209)
+    with pytest.raises(MachineError, match="error 209"):
+        ops.add(MagicMock(size=4), MagicMock())
 
 
 def test_a_full_pool_says_what_was_asked_and_what_is_free(cupy: MagicMock, ops: Any) -> None:

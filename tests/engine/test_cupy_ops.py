@@ -124,10 +124,35 @@ def test_matmul_of_floats_takes_any_number_of_columns(ops: Any, columns: int) ->
     assert_close(ops.to_host(result), x.astype(np.float64) @ dequantize("F32", matrix.data).astype(np.float64).T)
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("type_name", ["Q4_K", "Q6_K", "Q8_0", "Q2_K", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("columns", [13312, 14336])
+def test_rows_that_do_not_fit_into_shared_memory_equal_the_oracle(
+    ops: Any, columns: int, type_name: str, tokens: int
+) -> None:
+    x, matrix = floats(0, tokens, columns), on_host(type_name, 21, columns)
+    (result,) = ops.matmul(ops.array(x), on_device(ops, matrix))
+    assert_close(ops.to_host(result), NumpyOps().matmul(x, matrix)[0])
+
+
+@pytest.mark.parametrize(
+    ("type_name", "alignment"), [("Q6_K", 2), ("Q8_0", 2), ("Q3_K", 2), ("MXFP4", 1), ("Q2_K", 4), ("IQ4_XS", 8)]
+)
+def test_rows_may_begin_wherever_their_type_allows(ops: Any, type_name: str, alignment: int) -> None:
+    matrix = on_host(type_name, 37, 768)
+    x = ops.array(floats(0, 1, 768))
+    (expected,) = ops.matmul(x, on_device(ops, matrix))
+    for first in range(0, 16, alignment):
+        placed = ops.place(np.concatenate((np.zeros(first, np.uint8), matrix.data.reshape(-1))))
+        (result,) = ops.matmul(x, QuantMatrix(type_name, 768, placed[first:].reshape(matrix.data.shape)))
+        np.testing.assert_array_equal(ops.to_host(result), ops.to_host(expected))
+
+
+@pytest.mark.parametrize("columns", [512, 768, 14336])
 @pytest.mark.parametrize("type_name", ["F32", "Q8_0", "Q4_K", "Q6_K"])
-def test_a_product_is_the_same_alone_and_in_any_company(ops: Any, type_name: str) -> None:
-    x = floats(0, 70, 512)
-    one, other = (on_device(ops, on_host(t, rows, 512)) for t, rows in ((type_name, 333), ("F16", 40)))
+def test_a_product_is_the_same_alone_and_in_any_company(ops: Any, type_name: str, columns: int) -> None:
+    x = floats(0, 70, columns)
+    one, other = (on_device(ops, on_host(t, rows, columns)) for t, rows in ((type_name, 333), ("F16", 40)))
     together = ops.to_host(ops.matmul(ops.array(x), other, one)[1])
     for token in (0, 1, 31, 32, 69):
         (alone,) = ops.matmul(ops.array(x[token : token + 1]), one)
@@ -358,6 +383,30 @@ def test_repeated_work_goes_by_the_position_and_what_its_arrays_hold_now(ops: An
         expected = expected + table[position]
         np.testing.assert_array_equal(ops.to_host(x), expected)
         np.testing.assert_allclose(result, NumpyOps().rms_norm(expected, np.ones(30, np.float32), 1e-6), rtol=1e-6)
+
+
+def test_a_kernel_that_begins_early_sees_all_that_the_ones_before_it_wrote(ops: Any) -> None:
+    """A long row of launches, of which each needs what the last one wrote, against the same with a wait after each."""
+    matrices = [on_device(ops, on_host(t, 512, 512, n)) for n, t in enumerate(("Q4_K", "Q6_K", "Q8_0", "F16"))]
+    norm, x = ops.array(np.ones(512, np.float32)), ops.array(floats(0, 1, 512))
+
+    def step(number: int, h: Any) -> Any:
+        (product,) = ops.matmul(ops.rms_norm(h, norm, 1e-6), matrices[number % len(matrices)])
+        ops.add(product, x)
+        return product
+
+    def work() -> Any:
+        h = x
+        for number in range(200):
+            h = step(number, h)
+        return h
+
+    expected = x
+    for number in range(200):
+        expected = step(number, expected)
+        ops.to_host(expected)
+    for _ in range(20):
+        np.testing.assert_array_equal(ops.to_host(ops.repeated("early", work)), ops.to_host(expected))
 
 
 # Refusals

@@ -36,6 +36,7 @@ __device__ __forceinline__ float through_bfloat(float value) {
 
 // Blocks of 32, one a warp: scale = max|x| / 127, quants to the nearest with halves away from zero.
 extern "C" __global__ void round_q8_0(const float *x, i64 columns, u8 *records, i64 record_bytes) {
+    in_turn();
     const int lane = threadIdx.x & 31;
     const i64 block = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (32 * block >= columns) return;
@@ -49,6 +50,7 @@ extern "C" __global__ void round_q8_0(const float *x, i64 columns, u8 *records, 
 
 // Blocks of 256, one a warp: the first x of the largest |x| becomes -127, quants to the nearest with halves to even.
 extern "C" __global__ void round_q8_k(const float *x, i64 columns, u8 *records, i64 record_bytes) {
+    in_turn();
     const int lane = threadIdx.x & 31;
     const i64 block = (i64)blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
     if (256 * block >= columns) return;
@@ -79,17 +81,20 @@ extern "C" __global__ void round_q8_k(const float *x, i64 columns, u8 *records, 
 }
 
 extern "C" __global__ void round_f16(const float *x, i64 count, float *out) {
+    in_turn();
     const i64 place = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (place < count) out[place] = through_half(x[place]);
 }
 
 extern "C" __global__ void round_bf16(const float *x, i64 count, float *out) {
+    in_turn();
     const i64 place = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (place < count) out[place] = through_bfloat(x[place]);
 }
 
 // One block a row; the order of the sum depends on the columns alone.
 extern "C" __global__ void rms_norm(const float *x, const float *weight, i64 columns, double epsilon, float *out) {
+    in_turn();
     __shared__ float parts[32];
     x += blockIdx.x * columns;
     out += blockIdx.x * columns;
@@ -109,6 +114,7 @@ extern "C" __global__ void rms_norm(const float *x, const float *weight, i64 col
 extern "C" __global__ void rope(
     float *x, const float *cosines, const float *sines, i64 tokens, i64 heads, i64 head_size, i64 pairs, i64 interleaved
 ) {
+    in_turn();
     const i64 number = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (number >= tokens * heads * pairs) return;
     const i64 pair = number % pairs, head = number / pairs, angle = head / heads * pairs + pair;
@@ -122,6 +128,7 @@ extern "C" __global__ void rope(
 
 // out[i] = table[first + i].
 extern "C" __global__ void rows(const float *table, const i64 *first, i64 count, i64 columns, float *out) {
+    in_turn();
     const i64 number = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (number < count * columns) out[number] = table[*first * columns + number];
 }
@@ -130,6 +137,7 @@ extern "C" __global__ void rows(const float *table, const i64 *first, i64 count,
 extern "C" __global__ void append(
     float *cache, const float *rows, i64 tokens, i64 heads, i64 head_size, i64 capacity, const i64 *first
 ) {
+    in_turn();
     const i64 number = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (number >= tokens * heads * head_size) return;
     const i64 element = number % head_size, head = number / head_size % heads, token = number / head_size / heads;
@@ -143,6 +151,7 @@ template <int HEAD> __global__ void __launch_bounds__(TILE) attention(
     const float *queries, const float *keys, const float *values, float *out, i64 heads, i64 kv_heads, i64 capacity,
     const i64 *first, double scale
 ) {
+    in_turn();
     constexpr int SLICES = TILE / HEAD;
     __shared__ float query[HEAD], weights[TILE], parts[TILE], sums[TILE / 32], peaks[TILE / 32];
     const int thread = threadIdx.x, warp = thread >> 5, element = thread % HEAD, slice = thread / HEAD;
@@ -205,6 +214,7 @@ template <int HEAD> __global__ void __launch_bounds__(TILE) attention(
 
 // One warp a token. The next best is the largest after the last one, in the order (logit down, id up).
 extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 normalize, i64 *ids, float *shares) {
+    in_turn();
     logits += blockIdx.x * experts;
     ids += blockIdx.x * k;
     shares += blockIdx.x * k;
@@ -242,6 +252,7 @@ extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 no
 }
 
 extern "C" __global__ void add(float *total, const float *addend, i64 count) {
+    in_turn();
     const i64 place = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (place < count) total[place] += addend[place];
 }
@@ -251,6 +262,7 @@ extern "C" __global__ void add_weighted(
     float *total, const float *rows, const i64 *tokens, const i64 *starts, const i64 *order, const float *weights,
     i64 columns
 ) {
+    in_turn();
     const i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= columns) return;
     float *place = total + tokens[blockIdx.y] * columns + column, sum = *place;
@@ -261,6 +273,7 @@ extern "C" __global__ void add_weighted(
 
 // total += the sum of weights[i] * rows[i], summed in the order of i.
 extern "C" __global__ void add_routed(float *total, const float *rows, const float *weights, i64 count, i64 columns) {
+    in_turn();
     const i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (column >= columns) return;
     float sum = 0;
@@ -270,6 +283,7 @@ extern "C" __global__ void add_routed(float *total, const float *rows, const flo
 
 // out[places[i]] = rows[i].
 extern "C" __global__ void scatter(float *out, const i64 *places, const float *rows, i64 columns) {
+    in_turn();
     const i64 column = (i64)blockIdx.x * blockDim.x + threadIdx.x;
     if (column < columns) out[places[blockIdx.y] * columns + column] = rows[blockIdx.y * columns + column];
 }

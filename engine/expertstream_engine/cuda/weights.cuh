@@ -2,20 +2,18 @@
 // Sources of the layouts: ggml-common.h and ggml-quants.c of ggml (MIT), and the package gguf.
 //
 // A lane works on one part of a block at a time. Of every type there is a struct with the part's quants as signed
-// bytes, four to a word, in groups that share an integer scale. Multiplications and additions of floats are written
-// as intrinsics, so that no compilation contracts them differently and a token's result is the same in any company.
+// bytes, four to a word, in groups that share an integer scale and are APART columns from one to the next; OFFSET is
+// what they have been left too large by. Addresses of rows are multiples of ALIGNMENT. Multiplications and additions of
+// floats are written as intrinsics, so that no compilation contracts them differently and a token's result is the same
+// in any company.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
 
-// Activations of one token, rounded: quants, then (superblocks of 256 alone) sums of sixteens, then scales.
-struct Record {
-    const signed char *quants;
-    const short *sums;
-    const float *scales;
-};
+// Has a value stay in a register, rather than be computed again wherever it is used.
+__device__ __forceinline__ void keep(u32 &value) { asm volatile("" : "+r"(value)); }
 
 // In assembly, so that no header of the toolkit is needed where this is compiled.
 __device__ __forceinline__ float half_to_float(u16 half) {
@@ -24,36 +22,41 @@ __device__ __forceinline__ float half_to_float(u16 half) {
     return value;
 }
 
-__device__ __forceinline__ float half_at(const u8 *place) { return half_to_float(*(const u16 *)place); }
+// Bytes that begin anywhere, as blocks of many types do: `skew` behind a multiple of 4.
+struct Bytes {
+    const u8 *aligned;
+    int skew;
 
-// Words at an address that is a multiple of 2, where blocks have such sizes: cut out of aligned ones.
-template <int COUNT> __device__ __forceinline__ void words_at_2(const u8 *place, u32 (&words)[COUNT]) {
-    const u32 *aligned = (const u32 *)((i64)place & ~3ll);
-    const u32 shift = 8 * ((u32)(i64)place & 2);
-    u32 whole[COUNT + 1];
+    // What lies at a multiple of its own size.
+    template <class T> __device__ __forceinline__ T at(int offset) const {
+        return *(const T *)(aligned + skew + offset);
+    }
+    __device__ __forceinline__ float half_at(int offset) const { return half_to_float(at<u16>(offset)); }
+
+    __device__ __forceinline__ Bytes behind(int count) const {
+        return {aligned + (skew + count & ~3), skew + count & 3};
+    }
+
+    // Words from a multiple of 4 on, cut out of aligned ones; none is touched that holds no byte of them.
+    template <int COUNT> __device__ __forceinline__ void words_at(int offset, u32 (&words)[COUNT]) const {
+        const u32 *whole = (const u32 *)(aligned + offset);
+        u32 first = whole[0];
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) whole[k] = aligned[k];
-    whole[COUNT] = shift ? aligned[COUNT] : 0;  // it may lie past the end of all memory otherwise
-#pragma unroll
-    for (int k = 0; k < COUNT; ++k) words[k] = __funnelshift_r(whole[k], whole[k + 1], shift);
-}
-
-__device__ __forceinline__ u32 word_at_2(const u8 *place) {
-    const u16 *halves = (const u16 *)place;
-    return halves[0] | (u32)halves[1] << 16;
-}
-
-__device__ __forceinline__ u32 word_at_1(const u8 *place) {
-    return place[0] | (u32)place[1] << 8 | (u32)place[2] << 16 | (u32)place[3] << 24;
-}
+        for (int k = 0; k < COUNT; ++k) {
+            const u32 second = whole[k + 1 < COUNT ? k + 1 : COUNT - (skew == 0)];
+            words[k] = __funnelshift_r(first, second, 8 * skew);
+            first = second;
+        }
+    }
+};
 
 // Bytes below 128, minus a number of at most 128, as signed bytes: the top bit keeps borrows inside their byte.
-__device__ __forceinline__ int minus(u32 bytes, u32 number) {
-    return (int)(((bytes | 0x80808080u) - number * 0x01010101u) ^ 0x80808080u);
+__device__ __forceinline__ u32 minus(u32 bytes, u32 number) {
+    return ((bytes | 0x80808080u) - number * 0x01010101u) ^ 0x80808080u;
 }
 
 // The entries of a table of 16 signed bytes for the 8 nibbles of a word: those of the low nibbles, of the high ones.
-__device__ __forceinline__ void look_up(const u32 (&table)[4], u32 nibbles, int &low, int &high) {
+__device__ __forceinline__ void look_up(const u32 (&table)[4], u32 nibbles, u32 &low, u32 &high) {
     u32 found[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -63,8 +66,8 @@ __device__ __forceinline__ void look_up(const u32 (&table)[4], u32 nibbles, int 
         const u32 is_above = __byte_perm(0xFF00, 0, (index >> 3) & 0x1111);
         found[half] = (below & ~is_above) | (above & is_above);
     }
-    low = (int)__byte_perm(found[0], found[1], 0x6420);
-    high = (int)__byte_perm(found[0], found[1], 0x7531);
+    low = __byte_perm(found[0], found[1], 0x6420);
+    high = __byte_perm(found[0], found[1], 0x7531);
 }
 
 // Plain floats: the activations are floats too, rounded to the weights' precision.
@@ -78,7 +81,9 @@ struct F32 {
 struct F16 {
     static constexpr bool BLOCKS = false;
     static constexpr int BYTES = 2;
-    static __device__ __forceinline__ float at(const u8 *row, int column) { return half_at(row + 2 * column); }
+    static __device__ __forceinline__ float at(const u8 *row, int column) {
+        return half_to_float(((const u16 *)row)[column]);
+    }
 };
 
 struct BF16 {
@@ -89,350 +94,297 @@ struct BF16 {
     }
 };
 
-// Blocks of 32 quants with one scale. Four lanes share a block.
+// Blocks of 32 quants with one scale. Each is one part.
 
 struct SmallBlock {
     static constexpr bool BLOCKS = true;
-    static constexpr int COLUMNS = 32, PARTS = 4;
+    static constexpr int COLUMNS = 32, PARTS = 1, APART = 16, ALIGNMENT = 2, OFFSET = 0;
     static constexpr bool SCALED = false, HAS_MINIMUMS = false;
     float d;
+    static __device__ __forceinline__ int first_column(int part) { return 0; }
 };
 
 struct Q8_0 : SmallBlock {
-    static constexpr int BYTES = 34, GROUPS = 1, WORDS = 2;
-    int word[1][2];
-    static __device__ __forceinline__ int column(int part, int group) { return 8 * part; }
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        u32 quants[2];
-        words_at_2(block + 2 + 8 * part, quants);
-        d = half_at(block);
-        word[0][0] = (int)quants[0];
-        word[0][1] = (int)quants[1];
+    static constexpr int BYTES = 34, GROUPS = 1, WORDS = 8;
+    u32 word[1][8];
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        d = block.half_at(0);
+        block.behind(2).words_at(0, word[0]);
     }
 };
 
+// The low nibbles of 16 bytes, then the high ones.
 struct NibbleBlock : SmallBlock {
-    static constexpr int GROUPS = 2, WORDS = 1;
-    int word[2][1];
-    static __device__ __forceinline__ int column(int part, int group) { return 4 * part + 16 * group; }
+    static constexpr int GROUPS = 2, WORDS = 4;
+    u32 word[2][4];
 };
 
 struct Q4_0 : NibbleBlock {
     static constexpr int BYTES = 18;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        const u32 nibbles = word_at_2(block + 2 + 4 * part);
-        d = half_at(block);
-        word[0][0] = minus(nibbles & 0x0F0F0F0F, 8);
-        word[1][0] = minus(nibbles >> 4 & 0x0F0F0F0F, 8);
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        u32 nibbles[4];
+        d = block.half_at(0);
+        block.behind(2).words_at(0, nibbles);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            word[0][k] = minus(nibbles[k] & 0x0F0F0F0F, 8);
+            word[1][k] = minus(nibbles[k] >> 4 & 0x0F0F0F0F, 8);
+        }
     }
 };
 
 struct Q5_0 : NibbleBlock {
     static constexpr int BYTES = 22;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        const u32 fifths = word_at_2(block + 2) >> 4 * part, nibbles = word_at_2(block + 6 + 4 * part);
-        d = half_at(block);
-        word[0][0] = minus((nibbles & 0x0F0F0F0F) | spread(fifths), 16);
-        word[1][0] = minus((nibbles >> 4 & 0x0F0F0F0F) | spread(fifths >> 16), 16);
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        u32 fifths[1], nibbles[4];
+        d = block.half_at(0);
+        block.behind(2).words_at(0, fifths);
+        block.behind(2).words_at(4, nibbles);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            word[0][k] = minus((nibbles[k] & 0x0F0F0F0F) | spread(fifths[0] >> 4 * k), 16);
+            word[1][k] = minus((nibbles[k] >> 4 & 0x0F0F0F0F) | spread(fifths[0] >> (16 + 4 * k)), 16);
+        }
     }
     // Bit i of the lowest four to bit 4 of byte i.
     static __device__ __forceinline__ u32 spread(u32 bits) { return ((bits & 15) * 0x00204081u & 0x01010101u) << 4; }
 };
 
 struct MXFP4 : NibbleBlock {
-    static constexpr int BYTES = 17;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
+    static constexpr int BYTES = 17, ALIGNMENT = 1;
+    __device__ __forceinline__ void load(Bytes block, int part) {
         const u32 table[4] = {0x03020100, 0x0C080604, 0xFDFEFF00, 0xF4F8FAFC};  // twice 0, 1/2, 1 ... and negated
-        const u32 exponent = block[0];
+        const u32 exponent = block.at<u8>(0);
+        u32 nibbles[4];
         // Half of 2^(exponent - 127), because the table is doubled; the two smallest are subnormal.
         d = __uint_as_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
-        look_up(table, word_at_1(block + 1 + 4 * part), word[0][0], word[1][0]);
+        block.behind(1).words_at(0, nibbles);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) look_up(table, nibbles[k], word[0][k], word[1][k]);
     }
 };
 
-// Superblocks of 256 quants, whose groups have integer scales. Eight lanes share a superblock.
+// Superblocks of 256 quants, whose groups have integer scales. Four parts each.
 
 struct Superblock {
     static constexpr bool BLOCKS = true;
-    static constexpr int COLUMNS = 256, PARTS = 8;
-    static constexpr bool SCALED = true;
+    static constexpr int COLUMNS = 256, PARTS = 4, GROUPS = 4, WORDS = 4, APART = 32, OFFSET = 0;
+    static constexpr bool SCALED = true, HAS_MINIMUMS = false;
     float d;
 };
 
-// Four groups of 8 columns, 32 apart, in one half of the superblock.
-struct QuarterGroups : Superblock {
-    static constexpr int GROUPS = 4, WORDS = 2;
-    int word[4][2], scale[4];
-    static __device__ __forceinline__ int column(int part, int group) {
-        return 128 * (part >> 2) + 32 * group + 8 * (part & 3);
-    }
+// Four groups of 16 columns, 32 apart, in one half of the superblock.
+struct SpreadGroups : Superblock {
+    u32 word[4][4];
+    int scale[4];
+    static __device__ __forceinline__ int first_column(int part) { return 128 * (part >> 1) + 16 * (part & 1); }
 };
 
-struct Q2_K : QuarterGroups {
-    static constexpr int BYTES = 84;
+struct Q2_K : SpreadGroups {
+    static constexpr int BYTES = 84, ALIGNMENT = 4;
     static constexpr bool HAS_MINIMUMS = true;
     int minimum[4];
     float dmin;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        const int half = part >> 2, eight = part & 3;
-        const u32 *quants = (const u32 *)(block + 16 + 32 * half + 8 * eight);
-        const u32 packed[2] = {quants[0], quants[1]};
-        d = half_at(block + 80);
-        dmin = half_at(block + 82);
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        const int half = part >> 1, sixteen = part & 1;
+        u32 packed[4];
+        d = block.half_at(80);
+        dmin = block.half_at(82);
+        block.words_at(16 + 32 * half + 16 * sixteen, packed);
 #pragma unroll
         for (int group = 0; group < 4; ++group) {
-            const u8 both = block[8 * half + 2 * group + (eight >> 1)];
+            const u32 both = block.at<u8>(8 * half + 2 * group + sixteen);
             scale[group] = both & 15;
             minimum[group] = both >> 4;
-            word[group][0] = (int)(packed[0] >> 2 * group & 0x03030303);
-            word[group][1] = (int)(packed[1] >> 2 * group & 0x03030303);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) word[group][k] = packed[k] >> 2 * group & 0x03030303;
         }
     }
 };
 
-struct Q3_K : QuarterGroups {
-    static constexpr int BYTES = 110;
-    static constexpr bool HAS_MINIMUMS = false;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        const int half = part >> 2, eight = part & 3;
-        const u8 *scales = block + 96;
-        u32 packed[2], third[2];
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            packed[k] = word_at_2(block + 32 + 32 * half + 8 * eight + 4 * k);
-            third[k] = word_at_2(block + 8 * eight + 4 * k) >> 4 * half;
-        }
-        d = half_at(block + 108);
+struct Q3_K : SpreadGroups {
+    static constexpr int BYTES = 110, ALIGNMENT = 2, OFFSET = 4;
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        const int half = part >> 1, sixteen = part & 1;
+        u32 packed[4], thirds[4];
+        d = block.half_at(108);
+        block.words_at(32 + 32 * half + 16 * sixteen, packed);
+        block.words_at(16 * sixteen, thirds);
 #pragma unroll
         for (int group = 0; group < 4; ++group) {
             // Scale i has its lower 4 bits in nibble i/8 of byte i%8, its upper 2 in bits 2(i/4) of byte 8 + i%4.
-            const int i = 2 * group + (eight >> 1);
-            const int low = scales[i] >> 4 * half & 15;
-            const int high = scales[8 + (i & 3)] >> 2 * (2 * half + (group >> 1)) & 3;
+            const int i = 2 * group + sixteen;
+            const int low = block.at<u8>(96 + i) >> 4 * half & 15;
+            const int high = block.at<u8>(104 + (i & 3)) >> 2 * (2 * half + (group >> 1)) & 3;
             scale[group] = (low | high << 4) - 32;
 #pragma unroll
-            for (int k = 0; k < 2; ++k) {
-                const u32 bits = (packed[k] >> 2 * group & 0x03030303) | (third[k] >> group & 0x01010101) << 2;
-                word[group][k] = minus(bits, 4);
+            for (int k = 0; k < 4; ++k) {
+                const u32 third = thirds[k] >> (4 * half + group) & 0x01010101;
+                word[group][k] = (packed[k] >> 2 * group & 0x03030303) | third << 2;
             }
         }
     }
 };
 
-struct Q6_K : QuarterGroups {
-    static constexpr int BYTES = 210;
-    static constexpr bool HAS_MINIMUMS = false;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        const int half = part >> 2, eight = part & 3;
-        const u8 *low = block + 64 * half + 8 * eight, *high = block + 128 + 32 * half + 8 * eight;
-        u32 first[2], second[2], top[2], scales[2];
-        words_at_2(low, first);
-        words_at_2(low + 32, second);
-        words_at_2(high, top);
-        words_at_2(block + 192 + 8 * half, scales);
-        d = half_at(block + 208);
+struct Q6_K : SpreadGroups {
+    static constexpr int BYTES = 210, ALIGNMENT = 2, OFFSET = 32;
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        const int half = part >> 1, sixteen = part & 1;
+        u32 first[4], second[4], top[4];
+        d = block.half_at(208);
+        block.words_at(64 * half + 16 * sixteen, first);
+        block.words_at(64 * half + 32 + 16 * sixteen, second);
+        block.words_at(128 + 32 * half + 16 * sixteen, top);
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            word[0][k] = minus((first[k] & 0x0F0F0F0F) | (top[k] << 4 & 0x30303030), 32);
-            word[1][k] = minus((second[k] & 0x0F0F0F0F) | (top[k] << 2 & 0x30303030), 32);
-            word[2][k] = minus((first[k] >> 4 & 0x0F0F0F0F) | (top[k] & 0x30303030), 32);
-            word[3][k] = minus((second[k] >> 4 & 0x0F0F0F0F) | (top[k] >> 2 & 0x30303030), 32);
+        for (int k = 0; k < 4; ++k) {
+            word[0][k] = (first[k] & 0x0F0F0F0F) | (top[k] << 4 & 0x30303030);
+            word[1][k] = (second[k] & 0x0F0F0F0F) | (top[k] << 2 & 0x30303030);
+            word[2][k] = (first[k] >> 4 & 0x0F0F0F0F) | (top[k] & 0x30303030);
+            word[3][k] = (second[k] >> 4 & 0x0F0F0F0F) | (top[k] >> 2 & 0x30303030);
         }
 #pragma unroll
-        for (int group = 0; group < 4; ++group)  // signed byte 2 * group + eight / 2 of them
-            scale[group] = (signed char)(scales[group >> 1] >> (16 * (group & 1) + 8 * (eight >> 1)));
+        for (int group = 0; group < 4; ++group)
+            scale[group] = block.at<signed char>(192 + 8 * half + 2 * group + sixteen);
     }
 };
 
-// Two groups of 16 columns, 32 apart: the low and the high nibbles of 16 bytes.
+// Two groups of 32 columns: the low and the high nibbles of 32 bytes.
 struct NibbleGroups : Superblock {
-    static constexpr int GROUPS = 2, WORDS = 4;
+    static constexpr int GROUPS = 2, WORDS = 8, ALIGNMENT = 16;
     static constexpr bool HAS_MINIMUMS = true;
-    int word[2][4], scale[2], minimum[2];
+    u32 word[2][8];
+    int scale[2], minimum[2];
     float dmin;
-    static __device__ __forceinline__ int column(int part, int group) {
-        return 64 * (part >> 1) + 32 * group + 16 * (part & 1);
-    }
+    static __device__ __forceinline__ int first_column(int part) { return 64 * part; }
     // Two half floats, then 8 scales and 8 minimums of 6 bits in 12 bytes.
     __device__ __forceinline__ void take_header(uint4 header, int part) {
         const u32 upper_scales = (header.w & 0x0F0F0F0F) | (header.y >> 2 & 0x30303030);
         const u32 upper_minimums = (header.w >> 4 & 0x0F0F0F0F) | (header.z >> 2 & 0x30303030);
-        const u32 scales = part < 4 ? header.y & 0x3F3F3F3F : upper_scales;
-        const u32 minimums = part < 4 ? header.z & 0x3F3F3F3F : upper_minimums;
-        const int shift = 16 * (part >> 1 & 1);
+        const int shift = 16 * (part & 1);
+        const u32 scales = (part < 2 ? header.y & 0x3F3F3F3F : upper_scales) >> shift;
+        const u32 minimums = (part < 2 ? header.z & 0x3F3F3F3F : upper_minimums) >> shift;
         d = half_to_float((u16)header.x);
         dmin = half_to_float((u16)(header.x >> 16));
-        scale[0] = scales >> shift & 255;
-        scale[1] = scales >> (shift + 8) & 255;
-        minimum[0] = minimums >> shift & 255;
-        minimum[1] = minimums >> (shift + 8) & 255;
+        scale[0] = scales & 255;
+        scale[1] = scales >> 8 & 255;
+        minimum[0] = minimums & 255;
+        minimum[1] = minimums >> 8 & 255;
     }
 };
 
 struct Q4_K : NibbleGroups {
     static constexpr int BYTES = 144;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        const uint4 packed = *(const uint4 *)(block + 16 + 16 * part);
-        const u32 nibbles[4] = {packed.x, packed.y, packed.z, packed.w};
-        take_header(*(const uint4 *)block, part);
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        take_header(block.at<uint4>(0), part);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            word[0][k] = (int)(nibbles[k] & 0x0F0F0F0F);
-            word[1][k] = (int)(nibbles[k] >> 4 & 0x0F0F0F0F);
+        for (int half = 0; half < 2; ++half) {
+            const uint4 packed = block.at<uint4>(16 + 32 * part + 16 * half);
+            const u32 nibbles[4] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                word[0][4 * half + k] = nibbles[k] & 0x0F0F0F0F;
+                word[1][4 * half + k] = nibbles[k] >> 4 & 0x0F0F0F0F;
+            }
         }
     }
 };
 
 struct Q5_K : NibbleGroups {
     static constexpr int BYTES = 176;
-    __device__ __forceinline__ void load(const u8 *block, int part) {
-        const uint4 packed = *(const uint4 *)(block + 48 + 16 * part);
-        const uint4 bits = *(const uint4 *)(block + 16 + 16 * (part & 1));
-        const u32 nibbles[4] = {packed.x, packed.y, packed.z, packed.w}, fifths[4] = {bits.x, bits.y, bits.z, bits.w};
-        const int first = 2 * (part >> 1);
-        take_header(*(const uint4 *)block, part);
+    __device__ __forceinline__ void load(Bytes block, int part) {
+        take_header(block.at<uint4>(0), part);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            word[0][k] = (int)((nibbles[k] & 0x0F0F0F0F) | (fifths[k] >> first & 0x01010101) << 4);
-            word[1][k] = (int)((nibbles[k] >> 4 & 0x0F0F0F0F) | (fifths[k] >> (first + 1) & 0x01010101) << 4);
+        for (int half = 0; half < 2; ++half) {
+            const uint4 packed = block.at<uint4>(48 + 32 * part + 16 * half), bits = block.at<uint4>(16 + 16 * half);
+            const u32 nibbles[4] = {packed.x, packed.y, packed.z, packed.w};
+            const u32 fifths[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const u32 two = fifths[k] >> 2 * part;
+                word[0][4 * half + k] = (nibbles[k] & 0x0F0F0F0F) | (two << 4 & 0x10101010);
+                word[1][4 * half + k] = (nibbles[k] >> 4 & 0x0F0F0F0F) | (two << 3 & 0x10101010);
+            }
         }
     }
 };
 
+// Twice the low and the high nibbles of 16 bytes.
 struct IQ4_XS : Superblock {
-    static constexpr int BYTES = 136, GROUPS = 2, WORDS = 4;
-    static constexpr bool HAS_MINIMUMS = false;
-    int word[2][4], scale[2];
-    static __device__ __forceinline__ int column(int part, int group) { return 32 * part + 16 * group; }
-    __device__ __forceinline__ void load(const u8 *block, int part) {
+    static constexpr int BYTES = 136, APART = 16, ALIGNMENT = 8;
+    u32 word[4][4];
+    int scale[4];
+    static __device__ __forceinline__ int first_column(int part) { return 64 * part; }
+    __device__ __forceinline__ void load(Bytes block, int part) {
         const u32 table[4] = {0xBFAD9881, 0xF6EADDCF, 0x26190D01, 0x71594535};  // -127 -104 -83 -65 ... 69 89 113
-        const uint2 head = *(const uint2 *)block;  // d, then 16 upper pairs of bits, then 8 lower nibbles of scales
-        const uint2 *quants = (const uint2 *)(block + 8 + 16 * part);
-        const uint2 packed[2] = {quants[0], quants[1]};
+        const uint2 head = block.at<uint2>(0);  // d, then 8 upper pairs of bits, then 8 lower nibbles of scales
         d = half_to_float((u16)head.x);
-        scale[0] = scale[1] = (int)((head.y >> 4 * part & 15) | (head.x >> (16 + 2 * part) & 3) << 4) - 32;
-        look_up(table, packed[0].x, word[0][0], word[1][0]);
-        look_up(table, packed[0].y, word[0][1], word[1][1]);
-        look_up(table, packed[1].x, word[0][2], word[1][2]);
-        look_up(table, packed[1].y, word[0][3], word[1][3]);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int i = 2 * part + half;
+            const int both = (int)((head.y >> 4 * i & 15) | (head.x >> (16 + 2 * i) & 3) << 4) - 32;
+            scale[2 * half] = scale[2 * half + 1] = both;
+#pragma unroll
+            for (int pair = 0; pair < 2; ++pair) {
+                const uint2 packed = block.at<uint2>(8 + 16 * i + 8 * pair);
+                look_up(table, packed.x, word[2 * half][2 * pair], word[2 * half + 1][2 * pair]);
+                look_up(table, packed.y, word[2 * half][2 * pair + 1], word[2 * half + 1][2 * pair + 1]);
+            }
+        }
     }
 };
 
 // What all block types share.
 
-template <int WORDS> __device__ __forceinline__ void load_words(const signed char *place, int (&words)[WORDS]) {
-    if constexpr (WORDS == 4) {
-        const int4 four = *(const int4 *)place;
-        words[0] = four.x, words[1] = four.y, words[2] = four.z, words[3] = four.w;
-    } else if constexpr (WORDS == 2) {
-        const int2 two = *(const int2 *)place;
-        words[0] = two.x, words[1] = two.y;
-    } else {
-        words[0] = *(const int *)place;
+// A part of one token's record: quants, then (superblocks alone) sums of sixteens, then scales of blocks.
+template <class W> struct Activations {
+    static constexpr bool SUMMED = W::HAS_MINIMUMS || W::OFFSET;
+    u32 word[W::GROUPS][W::WORDS];
+    int sum[W::GROUPS];
+    float scale;
+    __device__ __forceinline__ void load(const u8 *record, u32 columns, u32 block, u32 part) {
+        const u32 column = block * W::COLUMNS + W::first_column(part);
+        const u8 *quants = record + column, *sums = record + (columns + column / 8);
+#pragma unroll
+        for (int group = 0; group < W::GROUPS; ++group) {
+#pragma unroll
+            for (int k = 0; k < W::WORDS; k += 4) {
+                const uint4 four = *(const uint4 *)(quants + group * W::APART + 4 * k);
+                word[group][k] = four.x, word[group][k + 1] = four.y;
+                word[group][k + 2] = four.z, word[group][k + 3] = four.w;
+            }
+            if constexpr (SUMMED && W::WORDS == 4) {
+                sum[group] = *(const short *)(sums + group * W::APART / 8);
+            } else if constexpr (SUMMED) {
+                const int two = *(const int *)(sums + group * W::APART / 8);
+                sum[group] = (short)two + (two >> 16);
+            }
+        }
+        scale = *(const float *)(record + (columns + (W::COLUMNS == 256 ? columns / 8 : 0) + 4 * block));
     }
-}
+};
 
 // total + the product of one part with a token's activations.
 template <class W>
-__device__ __forceinline__ float add_part(const W &weights, const Record &record, int block, int part, float total) {
+__device__ __forceinline__ float add_part(const W &weights, const Activations<W> &activations, float total) {
     int dot = 0, below = 0;
 #pragma unroll
     for (int group = 0; group < W::GROUPS; ++group) {
-        const int column = block * W::COLUMNS + W::column(part, group);
-        int activations[W::WORDS], group_dot = 0;
-        load_words(record.quants + column, activations);
+        int group_dot = 0;
+        if constexpr (W::OFFSET != 0) group_dot = -W::OFFSET * activations.sum[group];
 #pragma unroll
-        for (int k = 0; k < W::WORDS; ++k) group_dot = __dp4a(weights.word[group][k], activations[k], group_dot);
+        for (int k = 0; k < W::WORDS; ++k)
+            group_dot = __dp4a((int)weights.word[group][k], (int)activations.word[group][k], group_dot);
         if constexpr (W::SCALED) dot += weights.scale[group] * group_dot;
         else dot += group_dot;
-        if constexpr (W::HAS_MINIMUMS) {
-            int sum = 0;
-            if constexpr (W::WORDS == 4) sum = record.sums[column >> 4];
-            else
-#pragma unroll
-                for (int k = 0; k < W::WORDS; ++k) sum = __dp4a(0x01010101, activations[k], sum);
-            below += weights.minimum[group] * sum;
-        }
+        if constexpr (W::HAS_MINIMUMS) below += weights.minimum[group] * activations.sum[group];
     }
-    const float scale = record.scales[block];
-    total = __fmaf_rn(__fmul_rn(weights.d, scale), (float)dot, total);
-    if constexpr (W::HAS_MINIMUMS) total = __fmaf_rn(-__fmul_rn(weights.dmin, scale), (float)below, total);
+    total = __fmaf_rn(__fmul_rn(weights.d, activations.scale), (float)dot, total);
+    if constexpr (W::HAS_MINIMUMS)
+        total = __fmaf_rn(-__fmul_rn(weights.dmin, activations.scale), (float)below, total);
     return total;
-}
-
-// The sums of a warp's lanes, a power of two of them: sum number i to the 32 / COUNT lanes from i * 32 / COUNT on. What
-// is added to what does not depend on COUNT.
-template <int COUNT> __device__ __forceinline__ float warp_sums(float (&sums)[COUNT]) {
-    const int lane = threadIdx.x & 31;
-    int left = COUNT;
-#pragma unroll
-    for (int distance = 16; distance; distance >>= 1) {
-        if (left > 1) {
-            left /= 2;
-            const bool upper = lane & distance;
-#pragma unroll
-            for (int i = 0; i < COUNT / 2; ++i)
-                if (i < left) {
-                    const float theirs = upper ? sums[i] : sums[i + left], mine = upper ? sums[i + left] : sums[i];
-                    sums[i] = __fadd_rn(mine, __shfl_xor_sync(~0u, theirs, distance));
-                }
-        } else {
-            sums[0] = __fadd_rn(sums[0], __shfl_xor_sync(~0u, sums[0], distance));
-        }
-    }
-    return sums[0];
 }
 
 template <class W> __device__ __forceinline__ i64 row_bytes(int columns) {
     if constexpr (W::BLOCKS) return (i64)(columns / W::COLUMNS) * W::BYTES;
     else return (i64)columns * W::BYTES;
-}
-
-// The record at `place`, for weights of type W.
-template <class W> __device__ __forceinline__ Record record_at(const u8 *place, int columns) {
-    Record record;
-    record.quants = (const signed char *)place;
-    record.sums = (const short *)(place + columns);
-    if constexpr (W::BLOCKS)
-        record.scales = (const float *)(place + columns + (W::COLUMNS == 256 ? columns / 8 : 0));
-    else record.scales = (const float *)place;
-    return record;
-}
-
-// ROWS rows times TOKENS records, by `lanes` threads side by side that are whole warps, of which this is number `lane`:
-// this thread's share of the sum of row r and token t at r * TOKENS + t. All loads of weights come before their first
-// use, so that as many as possible are under way.
-template <class W, int ROWS, int TOKENS>
-__device__ __forceinline__ void dot_rows(
-    const u8 *const (&rows)[ROWS], int columns, int lane, int lanes, const Record (&records)[TOKENS],
-    float (&sums)[ROWS * TOKENS]
-) {
-#pragma unroll
-    for (int i = 0; i < ROWS * TOKENS; ++i) sums[i] = 0;
-    if constexpr (W::BLOCKS) {
-        const int parts = columns / W::COLUMNS * W::PARTS;
-        for (int number = lane; number < parts; number += lanes) {
-            const int block = number / W::PARTS, part = number % W::PARTS;
-            W weights[ROWS];
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) weights[r].load(rows[r] + block * W::BYTES, part);
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-                for (int t = 0; t < TOKENS; ++t)
-                    sums[r * TOKENS + t] = add_part(weights[r], records[t], block, part, sums[r * TOKENS + t]);
-        }
-    } else {
-#pragma unroll 4
-        for (int column = lane; column < columns; column += lanes) {
-            float weights[ROWS];
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) weights[r] = W::at(rows[r], column);
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r)
-#pragma unroll
-                for (int t = 0; t < TOKENS; ++t)
-                    sums[r * TOKENS + t] = __fmaf_rn(weights[r], records[t].scales[column], sums[r * TOKENS + t]);
-        }
-    }
 }

@@ -17,7 +17,9 @@ from cupy.cuda import driver, runtime
 from numpy.typing import NDArray
 
 from expertstream.errors import DeviceOutOfMemory, MachineError, UnsupportedCheckpoint, UsageError
-from expertstream_engine.cuda import DOWN_ROWS, GATE_UP_ROWS, MULTIPLY_ROWS, THREADS, TOKENS_AT_ONCE, Kernels, Tiling
+from expertstream_engine.cuda.kernels import Kernels
+from expertstream_engine.cuda.launching import Kernel
+from expertstream_engine.cuda.tiling import THREADS, TOKENS_AT_ONCE, Tiling
 from expertstream_engine.kernels.registry import SUPPORTED_TYPES, check_columns
 from expertstream_engine.kernels.row_dots import ROW_DOTS
 from expertstream_engine.ops import checks
@@ -42,7 +44,7 @@ class CupyOps:
 
     def __init__(self, device: int) -> None:
         self._device = device
-        self._kernels = Kernels()
+        self._kernels = Kernels(_DRIVER_CALLS)
         self._open: _Open | None = None
         self._kept: list[Any] | None = None  # while recording: what a replay reads and writes
 
@@ -198,16 +200,14 @@ class CupyOps:
         for group in plan.groups:
             out = self._new((tokens * group.rows,), np.float32)
             record, record_bytes = records[group.activation]
-            tiling = Tiling.of(group.row_bytes, group.rows, tokens, MULTIPLY_ROWS)
+            tiling = Tiling.of(columns, tokens, group.type_name)
             self._launch(
                 self._kernels.multiply(group.type_name, tiling),
                 (tiling.blocks(group.most_rows), -(-tokens // tiling.tokens), len(group.places)),
                 THREADS,
                 group.table,
-                tiling.split,
                 record,
                 record_bytes,
-                columns,
                 tokens,
                 out,
             )
@@ -366,10 +366,10 @@ class CupyOps:
         with _DRIVER_CALLS:
             runtime.memcpyAsync(address, host.ctypes.data, host.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
+    def _launch(self, kernel: Kernel, grid: tuple[int, ...], threads: int, *arguments: Any) -> None:
         if 0 not in grid:
             with _DRIVER_CALLS:
-                kernel(grid, (threads,), arguments, 0, self._opened.stream)
+                kernel(grid, threads, arguments, self._opened.stream)
 
     def _elementwise(self, name: str, count: int, *arguments: Any) -> None:
         self._launch(self._kernels.layer(name), (-(-count // _THREADS),), _THREADS, *arguments)
@@ -390,7 +390,7 @@ class CupyOps:
         gate_records, gate_bytes = self._round(gate_form, x)
         up_records, up_bytes = (gate_records, gate_bytes) if up_form == gate_form else self._round(up_form, x)
         hidden = self._new((len(out), gate.rows), np.float32)
-        tiling = Tiling.of(gate.row_bytes, experts * gate.rows, longest, GATE_UP_ROWS)
+        tiling = Tiling.of(gate.columns, longest, gate.type_name, up.type_name)
         self._launch(
             self._kernels.gate_up(gate.type_name, up.type_name, tiling),
             (tiling.blocks(gate.rows), experts),
@@ -398,27 +398,23 @@ class CupyOps:
             addresses,
             starts,
             tokens,
-            tiling.split,
             gate_records,
             gate_bytes,
             up_records,
             up_bytes,
-            gate.columns,
             gate.rows,
             hidden,
         )
         records, record_bytes = self._round(ROW_DOTS[down.type_name].activation, hidden)
-        tiling = Tiling.of(down.row_bytes, experts * down.rows, longest, DOWN_ROWS)
+        tiling = Tiling.of(down.columns, longest, down.type_name)
         self._launch(
             self._kernels.down(down.type_name, tiling),
             (tiling.blocks(down.rows), experts),
             THREADS,
             addresses,
             starts,
-            tiling.split,
             records,
             record_bytes,
-            down.columns,
             down.rows,
             out,
         )
@@ -457,8 +453,7 @@ class CupyOps:
                     first += matrix.rows
             held = self._new((len(table),), np.int64)
             self._copy_in(_address(held), np.array(table, np.int64))
-            row_bytes = next(matrix.data.shape[1] for matrix in matrices if matrix.type_name == type_name)
-            groups.append(_Group(type_name, ROW_DOTS[type_name].activation, row_bytes, held, first, tuple(places)))
+            groups.append(_Group(type_name, ROW_DOTS[type_name].activation, held, first, tuple(places)))
         return _MatmulPlan(tuple(groups))
 
 
@@ -535,7 +530,6 @@ class _Group:
 
     type_name: str
     activation: str
-    row_bytes: int
     table: Any
     rows: int
     places: tuple[tuple[int, int, int], ...]
