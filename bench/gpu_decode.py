@@ -259,7 +259,7 @@ def main() -> None:
         nargs="+",
         default=["all/0", "50%/all", "25%/all", "25%/50%/exclusive", "25%/50%/inclusive", "25%/0"],
     )
-    parser.add_argument("--embedding-scale", type=float, default=1.0)
+    parser.add_argument("--embedding-scale", type=float, default=45.0, help="larger: more various experts")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=2048)
