@@ -13,7 +13,7 @@ STRANGER := tests/third_party/expertstream-fakedevice
 .PHONY: run test lint gpu-test clean
 
 run: $(READY)
-	$(BIN)/expertstream run --expert-memory 25% --max-tokens 80
+	$(BIN)/expertstream run --expert-memory 25% --max-tokens 80 -p "The LORD is my shepherd;"
 
 test: lint
 	$(BIN)/pytest

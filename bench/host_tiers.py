@@ -8,6 +8,7 @@ experts. Prints one line an arm and kind, in percent of the experts needed.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from threading import RLock
 from typing import Any, cast
@@ -30,6 +31,9 @@ class Nothing:
 
     def alloc_host_slots(self, store: object, slot_count: int) -> Nothing:
         return Nothing(slot_count)
+
+    def asked(self, what: str, call: Callable[[], None]) -> None:
+        pass
 
     def keep(self, slot: int, host_slot: int) -> None:
         pass

@@ -182,6 +182,10 @@ class Backend:
             _called(self.offer, "measure_store", lambda: self.hooks.measure_store(store=store)),
         )
 
+    def asked(self, what: str, call: Callable[[], T]) -> T:
+        """What a method of one of its objects returns; whatever that raises is of `expertstream.errors`."""
+        return _called(self.offer, what, call)
+
     def seed_experts(self, hottest: Sequence[ExpertKey], slot_count: int) -> Sequence[ExpertKey]:
         """As the hook of this name; experts named twice, too many or not in `hottest` are refused."""
         seeds = self._answer("seed_experts", Sequence, hottest=hottest, slot_count=slot_count)  # type: ignore[type-abstract]  # isinstance of an abstract class
@@ -406,8 +410,8 @@ def _called(offer: BackendOffer, hook: str, call: Callable[[], T]) -> T:
         raise
     except Exception as error:
         raise BackendContractError(
-            f"{offer}: {hook} raised {type(error).__name__}: {error}; a hook raises errors of expertstream,"
-            " such as BackendUnavailable where a device is missing"
+            f"{offer}: {hook} raised {type(error).__name__}: {error}; a hook raises errors of expertstream, such as"
+            " BackendUnavailable where a device is missing and DeviceOutOfMemory where memory is"
         ) from error
 
 

@@ -14,10 +14,11 @@ backend leaves out, and any observers, so every hook has one answer. Three rules
 
 Order: `configure`, `host_memory_is_device_addressable`, `describe_device`; then for each size class
 `budget_for_expert_size`; then for each `alloc_slot_store`; then `seed_experts` and commits, and `alloc_host_slots`
-meanwhile; `SlotStore.close` last. All but `commit_slot`, `launch_read` and `alloc_host_slots` are called from one
-thread at a time. A backend may be opened several times in one process, one after the other or side by side, so what it
-keeps belongs to its stores, but for its options:
-those are the caller's at every call but of the hooks that are given a store, which go by their store.
+meanwhile; `SlotStore.close` last. Before all of them an engine may ask for a store of one small slot, to see where its
+views lie, and closes it. All but `commit_slot`, `launch_read`, `alloc_host_slots` and `measure_store` are called from
+one thread at a time. A backend may be opened several times in one process, one after the other or side by side, so what
+it keeps belongs to its stores, but for its options: those are the caller's at every call but of the hooks that are
+given a store, which go by their store.
 
 Lifetimes: a store lives from `alloc_slot_store` to `close`, a view as long as its store, a staging until its
 commit or discard, a Commit as long as anyone holds it, also after the slot has been filled anew.
@@ -72,8 +73,9 @@ def host_memory_is_device_addressable() -> bool:
 def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
     """Say how many slots of `expert_bytes` fit beside `resident_bytes` of other weights, caches and slots.
 
-    Required. Called once for each size class, before `alloc_slot_store`; slots granted to an earlier class
-    are counted in `resident_bytes`. `expert_bytes` is the size of a whole slot, rounded up to its alignment.
+    Required. Called once for each size class, before `alloc_slot_store`; slots granted to an earlier class, and the
+    fewest that later ones can do with, are counted in `resident_bytes`, and weights and caches where they lie in the
+    memory of the slots. `expert_bytes` is the size of a whole slot, rounded up to its alignment.
     `asked` is what the configuration asks for, None for as many as is wise; a backend may grant less and
     never more, and zero is an answer. The reason is one sentence with the numbers that decided. Allocates nothing.
     Leave headroom where device and host share memory: there the system kills a process that takes too much
@@ -122,8 +124,9 @@ def alloc_host_slots(store: SlotStore, slot_count: int) -> HostSlots:
 
     Optional; without it there is no host tier, and asking for one is refused. Called from a thread of the core's own
     while the store is in use, several times for one store, so that pinning goes on while a model loads: each piece is
-    a few hundred MiB, aligned as the store's layout says. `SlotStore.close` frees it. Raises DeviceOutOfMemory with
-    the bytes asked for, and has then given back all that it took: the core asks for half.
+    a few hundred MiB, aligned as the store's layout says. `SlotStore.close` frees it, and is not called before this has
+    returned. Raises DeviceOutOfMemory with the bytes asked for, and has then given back all that it took: the core
+    asks for half.
     """
 
 
@@ -131,7 +134,8 @@ def alloc_host_slots(store: SlotStore, slot_count: int) -> HostSlots:
 def measure_store(store: SlotStore) -> StoreMemory:
     """Say how many bytes the store takes, staging buffers and host slots included. Allocates nothing.
 
-    Optional; by default what the sizes of its slots come to, and nothing pinned. Called at any time until `close`.
+    Optional; by default what the sizes of its slots come to, and nothing pinned, which a backend with a host tier
+    knows better. Called from any thread at any time until `close`, also while `alloc_host_slots` runs.
     """
 
 

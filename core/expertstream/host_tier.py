@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from threading import Event, RLock, Thread
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from expertstream import residency
 from expertstream.backends import Backend
-from expertstream.errors import DeviceOutOfMemory
+from expertstream.errors import BackendContractError, DeviceOutOfMemory, MachineError
 from expertstream.log import get_log
 from expertstream.residency import Ranks
 from expertstream.slots import HostSlots, SlotStore, Staging
@@ -28,7 +29,7 @@ PIECE_BYTES = 256 << 20
 """What is allocated at once: pinning it takes a tenth of a second or so, in which a driver may answer nobody else."""
 
 FEWEST_SLOTS = 64
-"""An allocation that fails is halved and tried again down to this many slots; fewer keep nothing worth their lookup."""
+"""An allocation that fails is halved and tried again down to this many slots, or to a piece where that has fewer."""
 
 
 @frozen
@@ -100,9 +101,19 @@ class HostTier:
         return TierState(len(self._places), ready, self._pinned_bytes, is_growing)
 
     def grow(self) -> None:
-        """Begin to allocate what was planned, piece by piece in a thread; each piece is of use once it is there."""
-        self._thread = Thread(target=self._grow, name="host-tier", daemon=True)
-        self._thread.start()
+        """Begin to allocate what was planned, piece by piece in a thread; each piece is of use once it is there.
+
+        Raises MachineError where the system has no thread to give.
+        """
+        thread = Thread(target=self._grow, name="host-tier", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # what Python says then
+            raise MachineError(
+                f"the thread that pins the host tier could not be started: {error}; raise the limit on processes"
+                " (ulimit -u, or the container's), or turn the tier off with host memory of 0"
+            ) from error
+        self._thread = thread
 
     def close(self, limit_s: float) -> bool:
         """End the growth; false if an allocation is still under way after so many seconds."""
@@ -149,34 +160,40 @@ class HostTier:
             while left:
                 number, slot = left[-1]
                 piece, place = self._place(number)
-                piece.keep(slot, place)
-                left.pop()
+                self._backend.asked("HostSlots.keep", partial(piece.keep, slot, place))
                 self.copied_bytes += self._slot_bytes[layer]
-                self._tables.state[number] = residency.READABLE
-                self._tables.leases[number] -= 1
-        except BaseException:
+                residency.settle(self._tables, number)
+                left.pop()
+        except BaseException as error:
+            error.add_note(f"while backend {self._backend.name!r} was to keep what leaves slots {list(slots)}")
             for number, _ in left:
-                self.forget(number)
+                if self._tables.state[number] == residency.LOADING:
+                    self.forget(number)
             raise
 
     def stage(self, number: int, slot: int) -> Staging:
         """Lease the bytes of a host slot, to be filled for a slot of its store; as `HostSlots.stage`."""
         piece, place = self._place(number)
-        return piece.stage(place, slot)
+        return self._backend.asked("HostSlots.stage", partial(piece.stage, place, slot))
 
     def restage(self, number: int, slot: int) -> Staging:
         """Lease the bytes that a host slot keeps, to be committed as a slot of its store; as `HostSlots.restage`."""
         piece, place = self._place(number)
-        return piece.restage(place, slot)
+        staging = self._backend.asked("HostSlots.restage", partial(piece.restage, place, slot))
+        if staging.slot != slot:
+            raise BackendContractError(
+                f"restage({place}, {slot}) of backend {self._backend.name!r} leased slot {staging.slot}"
+            )
+        return staging
 
     def publish(self, number: int) -> None:
         """The host slot keeps its expert's bytes, which a slot has now too; the lease ends."""
         self._tables.state[number] = residency.SPARE if self._is_exclusive else residency.READABLE
         self._tables.leases[number] -= 1
 
-    def forget(self, number: int, *, quarantine: bool = False) -> None:
-        """The host slot keeps nothing; the lease ends. With `quarantine` it is never used again."""
-        residency.forget(self._tables, number, quarantine=quarantine)
+    def forget(self, number: int) -> None:
+        """The host slot keeps nothing; the lease ends."""
+        residency.forget(self._tables, number, quarantine=False)
         self._tables.leases[number] -= 1
 
     def announce(self, layer: int, experts: NDArray[np.int64], needed: bool) -> None:
@@ -191,7 +208,8 @@ class HostTier:
     def _grow(self) -> None:
         began = time.monotonic()
         left = [planned.slot_count for planned in self._classes]
-        sizes = [max(FEWEST_SLOTS, PIECE_BYTES // planned.store.layout.slot_bytes) for planned in self._classes]
+        sizes = [max(1, PIECE_BYTES // planned.store.layout.slot_bytes) for planned in self._classes]
+        fewest = [min(FEWEST_SLOTS, size) for size in sizes]
         refusal: DeviceOutOfMemory | None = None
         try:
             while any(left) and not self._is_closing.is_set():
@@ -204,7 +222,7 @@ class HostTier:
                     except DeviceOutOfMemory as error:
                         refusal = error
                         sizes[number] = wanted // 2
-                        if sizes[number] < FEWEST_SLOTS:
+                        if sizes[number] < fewest[number]:
                             left[number] = 0
                     else:
                         self._add(number, planned.slot_count - left[number], piece)
@@ -213,10 +231,12 @@ class HostTier:
             self.error = error
         state = self.state
         fields = {"slots": state.slot_count, "planned": state.planned_slots, "pinned_bytes": state.pinned_bytes}
-        if refusal is not None:
+        if self.error is not None:
+            get_log().error("host_tier_failed", **fields, error=f"{type(self.error).__name__}: {self.error}")
+        elif refusal is not None and state.slot_count < state.planned_slots:
             event = "host_tier_smaller" if state.slot_count else "host_tier_off"
             get_log().warning(event, **fields, reason=str(refusal))
-        elif self.error is None and not self._is_closing.is_set():
+        elif not self._is_closing.is_set():
             get_log().info("host_tier_ready", **fields, seconds=round(time.monotonic() - began, 3))
 
     def _add(self, number: int, grown: int, piece: HostSlots) -> None:

@@ -27,7 +27,8 @@ class LogHooks:
         except Exception as error:
             get_log().info("budget_failed", **fields, error=_described(error))
             raise
-        get_log().info("slots_granted", **fields, slot_count=budget.slots, reason=budget.reason)
+        if isinstance(budget, SlotBudget):  # all else is refused by who asked
+            get_log().info("slots_granted", **fields, slot_count=budget.slots, reason=budget.reason)
         return budget
 
     @hookimpl(wrapper=True)

@@ -276,6 +276,8 @@ def make_plan(
     host_tier_off = None
     if backend.has_host_tier:
         granted, host_tier_off = _with_host_tier(checkpoint, demand, granted, host_request, tiering, available, notes)
+        if host_tier_off:
+            notes.append(f"there is no host tier: {host_tier_off}")
     return Plan(
         demand=demand,
         classes=granted,
@@ -323,13 +325,11 @@ def _with_host_tier(
     """The plans with host slots, or without them and the reason."""
     plans = tuple(plans)
     if all(plan.slot_count == plan.size_class.expert_count for plan in plans):
-        if request is not None and request.size_bytes != 0:
-            notes.append("there is no host tier, because every expert has a slot of its own")
         return plans, "every expert has a slot of its own"
     if request is not None and request.size_bytes == 0:
         return plans, "host memory of 0 bytes was asked for"
     classes = [plan.size_class for plan in plans]
-    every = [size_class.expert_count for size_class in classes]
+    every = [0 if plan.slot_count == plan.size_class.expert_count else plan.size_class.expert_count for plan in plans]
     beside_bytes = sum(addend_bytes for _, addend_bytes in _host_addends(demand, plans, one_pool=False))
     left_bytes = max(0, available.bytes - beside_bytes)
     if request is None:
@@ -493,17 +493,19 @@ def _granted(
 ) -> tuple[ClassPlan, ...]:
     """The slots that the backend grants. What later classes cannot do without counts as resident already."""
     plans: list[ClassPlan] = []
+    shares_memory = demand.on_device or backend.host_memory_is_device_addressable()
     for number, (size_class, asked, needed) in enumerate(zip(classes, slot_counts, smallest, strict=True)):
         slot_bytes = size_class.layout.slot_bytes
         later_bytes = _slots_bytes(classes[number + 1 :], smallest[number + 1 :])
-        other_bytes = demand.total_bytes + sum(plan.total_bytes for plan in plans) + later_bytes
+        beside = _addends(demand if shares_memory else None, plans)
+        other_bytes = sum(addend_bytes for _, addend_bytes in beside) + later_bytes
         budget = backend.budget_for_expert_size(expert_bytes=slot_bytes, resident_bytes=other_bytes, asked=asked)
         if budget.slots > asked:
             raise BackendContractError(
                 f"budget_for_expert_size granted {budget.slots} slots of {slot_bytes} bytes, and {asked} were asked for"
             )
         if budget.slots < (needed if request is None else asked):
-            addends = _addends(demand, [*plans, ClassPlan(size_class, asked)])
+            addends = _addends(demand if shares_memory else None, [*plans, ClassPlan(size_class, asked)])
             wanted = f"one step needs {needed}" if request is None else f"expert memory of {request} is {asked}"
             raise DoesNotFit(
                 f"backend {backend.name!r} grants {budget.slots} of {asked} slots of {slot_bytes} bytes for"
@@ -520,13 +522,14 @@ def _granted(
 
 def _thrashing(checkpoint: Checkpoint, plans: Sequence[ClassPlan]) -> Iterator[str]:
     """A warning for each class that cannot hold what one token uses there: its experts return after their eviction."""
-    for plan in plans:
-        per_token = checkpoint.experts_per_token * len(plan.size_class.layers)
+    used = [checkpoint.experts_per_token * len(plan.size_class.layers) for plan in plans]
+    enough_bytes = round_up_bytes(_slots_bytes([plan.size_class for plan in plans], used))
+    for plan, per_token in zip(plans, used, strict=True):
         if plan.slot_count < per_token:
             yield (
-                f"{_slots(plan)} are fewer than the {per_token} experts that "
-                f"one token uses there; below {per_token * plan.slot_bytes} bytes every token reads nearly all of them "
-                "from the file again"
+                f"{_slots(plan)} are fewer than the {per_token} experts that one token uses there, so every token loads"
+                f" nearly all of them again; expert memory of {MemoryRequest(size_bytes=enough_bytes)} would hold what"
+                " one token uses"
             )
 
 
@@ -536,12 +539,16 @@ def _slots_bytes(classes: Sequence[SizeClass], slot_counts: Sequence[int]) -> in
     )
 
 
-def _addends(demand: Demand, plans: Sequence[ClassPlan]) -> list[tuple[str, int]]:
+def _addends(demand: Demand | None, plans: Sequence[ClassPlan]) -> list[tuple[str, int]]:
+    """What comes out of one memory: `demand`, unless it lies elsewhere, and the slots."""
+    slots = [(_slots(plan), plan.total_bytes) for plan in plans]
+    if demand is None:
+        return slots
     return [
         ("resident weights", demand.resident_bytes),
         (f"KV cache of {demand.context_tokens} tokens", demand.kv_cache_bytes),
         ("workspace", demand.workspace_bytes),
-        *((_slots(plan), plan.total_bytes) for plan in plans),
+        *slots,
     ]
 
 

@@ -220,16 +220,23 @@ def exchange(
             slot = tables.slot_of[leaving[i]]
             if slot < 0:
                 homeless += 1
-            elif tables.state[slot] == SPARE:
+                continue
+            tables.leases[slot] += 1  # so that it does not make room for the others that leave
+            if tables.state[slot] == SPARE:
                 tables.state[slot] = READABLE
     if homeless > 0:
         count = _choose_victims(tables, ranks, layer, tables.victims[:homeless])
         used = 0
         for i in range(leaving.size):
             if used < count and leaving[i] >= 0 and tables.slot_of[leaving[i]] < 0:
+                if tables.turn[tables.victims[used]] != 0:
+                    break  # what the step under way will need is worth more than what leaves
                 taken[i] = tables.victims[used]
                 used += 1
                 _give(tables, taken[i], leaving[i])
+    for i in range(leaving.size):
+        if leaving[i] >= 0 and taken[i] < 0 and tables.slot_of[leaving[i]] >= 0:
+            tables.leases[tables.slot_of[leaving[i]]] -= 1
     if missing > 0:
         count = _choose_victims(tables, ranks, layer, tables.victims[:missing])
         used = 0
@@ -253,6 +260,14 @@ def _give(tables: Tables, slot: int, expert: int) -> None:
     tables.state[slot] = LOADING
     tables.leases[slot] = 1
     tables.turn[slot] = 0
+
+
+@_compiler.njit(nogil=True, cache=True)
+def settle(tables: Tables, slot: int) -> None:
+    """A load is over: its slot is readable and no longer leased for it; a second time does nothing."""
+    if tables.state[slot] == LOADING:
+        tables.state[slot] = READABLE
+        tables.leases[slot] -= 1
 
 
 def publish(tables: Tables, slot: int) -> None:

@@ -198,7 +198,10 @@ class SlotStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for commits and announced reads under way, then free everything. A second call does nothing."""
+        """Wait for commits, announced reads and copies into host slots, then free everything, host slots too.
+
+        A second call does nothing.
+        """
         ...
 
 
@@ -207,8 +210,8 @@ class HostSlots(Protocol):
     """`slot_count` slots of a store's layout in host memory, which keep their bytes: a host tier below the slots.
 
     A host slot is a staging buffer that still has, after the commit, what was committed from it; so the same expert
-    need not be read again. Their leases end as those of `SlotStore.stage`: by `commit_slot`, or by the store's
-    `discard`, and then what they keep is undefined.
+    need not be read again. Their leases end as those of `SlotStore.stage`, by `commit_slot` or by the store's
+    `discard`, which get the very Staging that was leased; after a discard, what was staged to be filled is undefined.
 
     Threads: all methods may run at once for different host slots; the core never runs two of them at once for the same
     host slot, nor refills one while it is leased. They live until their store is closed, and raise StoreClosed after.
@@ -235,9 +238,10 @@ class HostSlots(Protocol):
         ...
 
     def keep(self, slot: int, host_slot: int) -> None:
-        """Copy a readable slot's bytes into the host slot, before any later commit changes them. Never blocks.
+        """Copy a slot whose commit is done into the host slot, before any later commit changes its bytes. Never blocks.
 
-        The copy begins after those out of the host slot that were started before.
+        The copy begins after those out of the host slot that were started before. Where it fails later, commits of what
+        it should have kept raise CommitFailed, or their Commit does.
 
         Raises StoreClosed, IndexError, and CommitFailed where the copy cannot be started.
         """

@@ -206,6 +206,13 @@ class _Load:
                 self.is_stuck = False
         return self.is_stuck or self.ticket.abandoned
 
+    def wait_for_bytes(self) -> None:
+        """Block until the bytes are in host memory, or never will be: `error` then says why."""
+        try:
+            self.ticket.wait()
+        except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
+            self.error = error
+
     def wait(self, stream: int | None, limit_s: float) -> None:
         """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why.
 
@@ -220,7 +227,7 @@ class _Load:
                 within(limit_s, commit.wait)
         except Unfinished:
             self.is_stuck = True
-            self.error = MachineError(f"a commit has not ended for {limit_s:g} s, and was given up: no device answers")
+            self.error = MachineError(f"a commit has not ended for {limit_s:.3g} s, and was given up: nothing answers")
         except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
             self.error = error
 
@@ -392,7 +399,7 @@ class ExpertStreamer:
         """Raise what a commit failed with after work on a stream was told to go on behind it, once.
 
         To be called when that work has ended and before its results are used; a pass begins with it. Raises
-        CommitFailed.
+        CommitFailed, and what the growth of the host tier ended with where that is not for want of memory.
         """
         with self._lock:
             self._reap()
@@ -509,8 +516,9 @@ class ExpertStreamer:
         if self._filler is not None:
             self._filler.close()
             self._filler = None
-        with self._lock, ExitStack() as closing:
+        with self._lock:
             written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.is_abandoned}
+        with ExitStack() as closing:  # not under the lock, which whatever the garbage collector ends here may want
             for store, _ in self._classes:
                 if not is_grown:
                     get_log().warning("store_left_open", reason="host memory is still being allocated for it")
@@ -762,10 +770,13 @@ class ExpertStreamer:
         began = time.perf_counter()
         waits_for_disk = not all(load.ticket.done() for load in loads)
         for load in loads:
-            load.wait(stream, self._limit_s)
+            load.wait_for_bytes()
+        arrived = time.perf_counter()
+        for load in loads:  # all of them together within the limit, and none without a look
+            load.wait(stream, max(0.01, arrived + self._limit_s - time.perf_counter()))
         with self._lock:
             if waits_for_disk:
-                self._disk_wait_s += time.perf_counter() - began
+                self._disk_wait_s += arrived - began
             self._reap()
 
     def _reap(self) -> None:
@@ -784,9 +795,10 @@ class ExpertStreamer:
                     load.error.add_note(f"in slot {load.slot}, which backend {self._backend.name!r} was to commit")
                 if load.is_ordered:
                     self._late_error = self._late_error or load.error
-                residency.forget(self._tables, load.slot, quarantine=load.is_abandoned)
-                self._leave_host_slot(load)
-                if not load.is_abandoned:
+                is_abandoned = load.is_abandoned  # asked once: it may end at any moment
+                residency.forget(self._tables, load.slot, quarantine=is_abandoned)
+                if not is_abandoned:
+                    self._leave_host_slot(load)
                     del self._loads[load.slot]
 
     def _count(self, load: _Load) -> None:
@@ -803,7 +815,7 @@ class ExpertStreamer:
         if self._tier is None or host_slot < 0:
             return
         if load.error is not None:
-            self._tier.forget(host_slot, quarantine=load.is_abandoned)
+            self._tier.forget(host_slot)
         else:
             self._tier.publish(host_slot)
 

@@ -23,6 +23,7 @@ from expertstream import (
     ExpertstreamError,
     StoreMemory,
     UsageError,
+    get_log,
     hotlist_of,
     load_resident,
     load_settings,
@@ -118,6 +119,7 @@ class Model:
         self._generating = False
         self._closed = False
         self._in_use = threading.RLock()
+        self._memory = StoreMemory(0, 0)
         self._memory = self._measured()
 
     @property
@@ -219,7 +221,13 @@ class Model:
             return self._decoder.forward(ids, all_logits=all_logits)
 
     def _measured(self) -> StoreMemory:
-        stores, plan = self.streamer.memory, self.planned.plan
+        """What there is now, or was last where the backend cannot say: a figure for people ends no run."""
+        plan = self.planned.plan
+        try:
+            stores = self.streamer.memory
+        except ExpertstreamError as error:
+            get_log().warning("memory_not_measured", error=str(error))
+            return self._memory
         if plan.one_pool:
             return evolve(stores, slot_bytes=0)
         return evolve(stores, slot_bytes=stores.slot_bytes + self._ops.held_bytes)

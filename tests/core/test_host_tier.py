@@ -23,6 +23,7 @@ from expertstream import (
     HostSlots,
     HostTiering,
     Lease,
+    MachineError,
     MemoryRequest,
     ReadFailed,
     SlotStore,
@@ -106,6 +107,11 @@ def wrong(lease: Lease, written: checkpoint_files.Written) -> list[str]:
 def use(streamer: ExpertStreamer, written: checkpoint_files.Written, layer: int, *experts: int) -> None:
     with streamer.acquire(layer, experts) as lease:
         assert wrong(lease, written) == []
+
+
+def use_all(streamer: ExpertStreamer, written: checkpoint_files.Written) -> None:
+    for layer, expert in every_expert():
+        use(streamer, written, layer, expert)
 
 
 def every_expert() -> Iterator[tuple[int, int]]:
@@ -202,7 +208,7 @@ def test_any_order_of_steps_finds_the_right_bytes(
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_threads_share_a_tier(written: checkpoint_files.Written, kind: HostTiering) -> None:
     failures: list[str] = []
-    with open_tiered(written, kind, slots="50%", host="40%") as streamer:
+    with open_tiered(written, kind, slots="75%", host="40%") as streamer:
 
         def steps(layer: int) -> None:
             choose = random.Random(layer)
@@ -210,7 +216,7 @@ def test_two_threads_share_a_tier(written: checkpoint_files.Written, kind: HostT
                 with streamer.acquire(layer, choose.sample(range(EXPERTS), 2)) as lease:
                     failures.extend(wrong(lease, written))
 
-        threads = [threading.Thread(target=steps, args=(layer,)) for layer in (0, 3)]
+        threads = [threading.Thread(target=steps, args=(layer,)) for layer in (0, 1)]  # of one class
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -227,7 +233,7 @@ def test_the_tier_grows_in_pieces_and_says_how_far_it_is(
         state = streamer.host_tier
         assert state is not None
         assert (state.slot_count, state.planned_slots, state.is_growing) == (LAYERS * EXPERTS,) * 2 + (False,)
-        assert pieces.asked == [2] * (LAYERS * EXPERTS // 2)
+        assert pieces.asked == [1] * (LAYERS * EXPERTS)
         assert state.pinned_bytes > sum(len(written.expert_bytes(*key)) for key in every_expert())
 
 
@@ -291,6 +297,39 @@ def test_fewer_host_slots_than_asked_break_the_contract(
         streamer.begin_pass(1)
 
 
+def test_a_thread_that_cannot_be_had_is_said_and_leaves_nothing_open(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == "host-tier":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(threading.Thread, "start", start_others)
+    with pytest.raises(MachineError, match=r"the host tier could not be started: .*host memory of 0"):
+        open_tiered(written, "inclusive", grown=False)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("filler")]
+
+
+def test_kept_bytes_leased_for_another_slot_break_the_contract(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_tiered(written, "exclusive") as streamer:
+        use_all(streamer, written)
+        tier = streamer._tier
+        assert tier is not None
+        for piece in {id(piece): piece for piece, _ in filter(None, tier._places)}.values():
+            lent = piece.restage
+            monkeypatch.setattr(
+                piece, "restage", lambda place, slot, lent=lent: Staging(slot + 1, lent(place, slot).view)
+            )
+        with pytest.raises(BackendContractError, match=r"restage\(\d+, \d+\) of backend 'tiered' leased slot \d+"):
+            use_all(streamer, written)
+
+
 class FailingCommits:
     """An observer that fails the commits of one device slot's worth of a count."""
 
@@ -328,6 +367,29 @@ def test_a_promotion_that_fails_leaves_nothing_behind(written: checkpoint_files.
             use(streamer, written, layer, expert)
         assert streamer._tier is not None
         assert not streamer._tier._tables.leases.any()
+        assert not streamer._tables.leases.any()
+
+
+@pytest.mark.parametrize("method", ["keep", "restage", "stage"])
+def test_what_a_host_slot_raises_names_backend_and_method_and_loses_nothing(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    kind: HostTiering = "inclusive" if method == "stage" else "exclusive"
+    with open_tiered(written, kind, host="all" if method == "restage" else "60%") as streamer:
+        use_all(streamer, written)
+        tier = streamer._tier
+        assert tier is not None
+        with monkeypatch.context() as broken:
+            for piece in {id(piece): piece for piece, _ in filter(None, tier._places)}.values():
+                broken.setattr(piece, method, lambda *_: {}["the driver is lost"])
+            with pytest.raises(
+                BackendContractError, match=rf"'tiered'.*HostSlots\.{method} raised KeyError"
+            ) as failure:
+                use_all(streamer, written)
+        assert any("slot" in note for note in failure.value.__notes__)
+        use_all(streamer, written)
+        use_all(streamer, written)
+        assert not tier._tables.leases.any()
         assert not streamer._tables.leases.any()
 
 

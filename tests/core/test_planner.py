@@ -1,6 +1,7 @@
 """A plan keeps what was asked for to the byte, or the refusal says the sum and what would do."""
 
 import json
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -301,6 +302,10 @@ def test_a_backend_that_grants_more_than_asked_breaks_the_contract(request_text:
         plan_for(MIXED, request_text, backend=Backend(grant=lambda _expert, _resident, asked: asked + 1))
 
 
+TIERED = evolve(DEMAND, on_device=True)
+"""What a device with memory of its own computes with."""
+
+
 def test_one_memory_is_counted_once_and_two_memories_apart() -> None:
     """24 needed of 20 on one pool; with a device of its own, 12 and 12 lie in different memories."""
     unit = 1 << 20
@@ -329,13 +334,24 @@ def test_with_two_memories_the_default_leaves_the_later_classes_what_a_step_need
     backend = Backend(
         one_pool=False, grant=lambda expert, resident, asked: max(0, min(asked, (device_bytes - resident) // expert))
     )
-    plan = plan_for(MIXED, None, demand=DEMAND, backend=backend)
+    plan = plan_for(MIXED, None, demand=TIERED, backend=backend)
     assert slot_counts(plan) == [6, 2]
     assert plan.total_bytes <= device_bytes
 
 
-TIERED = evolve(DEMAND, on_device=True)
-"""What a device with memory of its own computes with."""
+def test_a_device_that_does_not_compute_is_asked_for_its_slots_alone() -> None:
+    """It holds just the slots; weights and caches, which are more, lie in the host's memory."""
+    device_bytes = 24 * SMALL_SLOT + 8 * LARGE_SLOT
+    demand = evolve(DEMAND, resident_bytes=10 * device_bytes)
+    backend = Backend(
+        one_pool=False, grant=lambda expert, resident, asked: max(0, min(asked, (device_bytes - resident) // expert))
+    )
+    plan = plan_for(MIXED, "all", demand=demand, backend=backend)
+    assert plan.device_bytes == device_bytes
+    assert backend.calls == [(SMALL_SLOT, 2 * LARGE_SLOT, 24), (LARGE_SLOT, 24 * SMALL_SLOT, 8)]
+    with pytest.raises(DoesNotFit) as refusal:
+        plan_for(MIXED, "all", demand=demand, backend=Backend(one_pool=False, grant=lambda *_: 0))
+    assert "resident weights" not in str(refusal.value)
 
 
 def test_on_a_device_of_its_own_the_host_holds_the_weights_while_they_load_and_the_host_slots() -> None:
@@ -411,6 +427,16 @@ def test_host_memory_of_less_than_a_slot_is_refused_with_the_bytes_of_one() -> N
         plan_for(MIXED, str(SMALLEST), backend=backend, host="1KiB")
 
 
+def test_a_class_whose_experts_all_have_slots_gets_no_host_slots() -> None:
+    backend = Backend(
+        one_pool=False,
+        has_host_tier=True,
+        grant=lambda expert, _resident, asked: asked if expert == SMALL_SLOT else min(asked, 3),
+    )
+    plan = plan_for(MIXED, None, backend=backend)
+    assert [(planned.slot_count, planned.host_slot_count) for planned in plan.classes] == [(24, 0), (3, 8)]
+
+
 def test_a_tier_that_is_of_0_bytes_and_of_some_kind_is_a_contradiction() -> None:
     backend = Backend(one_pool=False, has_host_tier=True)
     with pytest.raises(ConfigError, match="exclusive was asked for, of 0 bytes"):
@@ -466,7 +492,8 @@ def test_a_budget_below_one_tokens_experts_is_noted_and_not_refused() -> None:
     assert slot_counts(thin) == [5, 2]
     assert len(thin.notes) == 1
     assert thin.notes[0].startswith("5 slots for layers 0-2 are fewer than the 6 experts that one token uses there")
-    assert f"below {6 * SMALL_SLOT} bytes" in thin.notes[0]
+    (enough,) = re.findall(r"expert memory of (\w+) would hold what one token uses", thin.notes[0])
+    assert plan_for(MIXED, enough).notes == ()
     assert plan_for(MIXED, str(6 * SMALL_SLOT + 2 * LARGE_SLOT)).notes == ()
     assert plan_for(checkpoint_of([(4096, 4096, 2)] * 3), "all").notes == ()
 

@@ -691,6 +691,28 @@ def test_closing_leaves_a_store_behind_whose_commit_or_close_does_not_end(writte
     closing.set()
 
 
+def test_a_lease_that_the_garbage_collector_ends_inside_a_close_does_not_hold_it_up(
+    written: checkpoint_files.Written,
+) -> None:
+    streamer = open_streamer(written, read_timeout_s=20)
+    cycle: list[object] = [streamer.acquire(0, [1])]
+    cycle.append(cycle)
+    del cycle
+    store = streamer._classes[0][0]
+    close, ended = store.close, threading.Event()
+
+    def collect_and_close() -> None:
+        gc.collect()
+        close()
+        ended.set()
+
+    store.close = collect_and_close  # type: ignore[method-assign]  # the collector may run anywhere
+    with capture_logs() as events:
+        streamer.close()
+    assert ended.is_set()
+    assert events == []
+
+
 def test_a_commit_that_fails_behind_a_streams_back_is_raised_before_its_results_are_used(
     written: checkpoint_files.Written,
 ) -> None:

@@ -6,9 +6,10 @@ import json
 from importlib import metadata
 
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from expertstream import ConfigError, HostTiering
+from expertstream import ConfigError, HostTiering, MachineError, hookimpl
 from expertstream.backends import GROUP
 from expertstream_engine import open_model
 from expertstream_engine.cli.commands import app
@@ -96,6 +97,24 @@ def test_a_tier_that_cannot_be_is_refused(arguments: list[str], reason: str) -> 
         refused = CliRunner().invoke(app, [command, *arguments])
         assert refused.exit_code == 2
         assert reason in refused.stderr
+
+
+def test_memory_that_the_backend_cannot_measure_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import expertstream_cpu
+
+    def measure_store() -> object:
+        raise MachineError("the driver does not say")
+
+    monkeypatch.setattr(expertstream_cpu, "measure_store", hookimpl(measure_store), raising=False)
+    with capture_logs() as events, open_model(backend="cpu") as model:
+        generation = model.generate(PROMPT, 2, ignore_eos=True)
+        for _ in generation:
+            pass
+    assert len(generation.tokens) == 2
+    assert generation.report.pinned_bytes == 0
+    assert {event["error"] for event in events if event["event"] == "memory_not_measured"} == {
+        "the driver does not say"
+    }
 
 
 def test_no_tier_may_be_asked_for_where_there_is_none() -> None:

@@ -49,6 +49,9 @@ class FakeRuntime:
         return call
 
     def hostAlloc(self, size_bytes: int, flags: int) -> int:
+        self.calls.append(("hostAlloc", [size_bytes, flags]))
+        if "hostAlloc" in self.failing:
+            raise FakeError("hostAlloc failed")
         self.pinned.append((ctypes.c_uint8 * size_bytes)())
         return ctypes.addressof(self.pinned[-1])
 
@@ -211,3 +214,44 @@ def test_a_device_is_looked_for_and_logged_once(two_devices: FakeRuntime) -> Non
         assert {device_module.open_device("1").number for _ in range(3)} == {1}
     assert [(event["event"], event["device"], event["of"]) for event in events] == [("cuda_device_chosen", 1, 2)]
     assert vars(two_devices)["counts"] == [2]
+
+
+def test_a_host_slot_is_filled_again_only_after_its_last_copy_either_way(runtime: FakeRuntime) -> None:
+    store = discrete(runtime)
+    host_slots = store.host_slots(2)
+    store.commit(host_slots.stage(0, 1))
+    assert not runtime.named("eventSynchronize")
+    store.commit(host_slots.restage(0, 0))  # another copy out of it, which waits for nothing here
+    host_slots.keep(1, 1)
+    assert not runtime.named("eventSynchronize")
+    for host_slot in (0, 1):
+        waited = len(runtime.named("eventSynchronize"))
+        store.discard(host_slots.stage(host_slot, 0))
+        assert len(runtime.named("eventSynchronize")) == waited + 1
+    assert store.stage(0).view is not host_slots.restage(0, 0).view  # a discarded one goes to nobody else
+
+
+@pytest.mark.parametrize("copies", ["commit", "keep"])
+def test_a_copy_whose_end_could_not_be_noted_is_waited_for_at_once(runtime: FakeRuntime, copies: str) -> None:
+    """Else its buffer would be filled while the device still reads or writes it."""
+    store = discrete(runtime)
+    host_slots = store.host_slots(1)
+    staging = host_slots.stage(0, 1)
+    runtime.failing = {"eventRecord"}
+    with pytest.raises(CommitFailed, match=r"slot 1 of CUDA device 0 .Fake GPU.: eventRecord failed"):
+        store.commit(staging) if copies == "commit" else host_slots.keep(1, 0)
+    assert len(runtime.named("streamSynchronize")) == 1
+
+
+def test_host_slots_count_as_pinned_memory_until_the_store_is_closed(runtime: FakeRuntime) -> None:
+    store = discrete(runtime)
+    before = store.memory.pinned_bytes
+    store.host_slots(3)
+    assert store.memory.pinned_bytes >= before + 3 * LAYOUT.slot_bytes
+    allocated = len(runtime.named("hostAlloc"))
+    runtime.failing = {"hostAlloc"}
+    with pytest.raises(DeviceOutOfMemory, match=r"5 buffers of \d+ bytes need \d+ bytes of pinned host memory"):
+        store.host_slots(5)
+    runtime.failing = set()
+    store.close()
+    assert len(runtime.named("freeHost")) == allocated

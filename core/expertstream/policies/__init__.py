@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from expertstream.errors import ConfigError
 from expertstream.policies.hotness import Hotness
 from expertstream.policies.lru import Lru
-from expertstream.residency import Ranks, announce, exchange, free_slots, lease, make_tables, release
+from expertstream.residency import Ranks, announce, exchange, free_slots, lease, make_tables, release, settle
 
 __all__ = ["Policy", "make_policy", "policy_names", "prepare_step"]
 
@@ -64,6 +64,7 @@ def prepare_step(name: str) -> None:
     release(tables, slots)
     free_slots(tables, 0, True)
     exchange(tables, policy.ranks, 0, expert, expert, slots, found, slots.copy())
+    settle(tables, 0)
 
 
 def make_policy(name: str, expert_count: int, half_life_tokens: int | None = None) -> Policy:

@@ -107,6 +107,14 @@ FillerThreads = Annotated[
         metavar="N", rich_help_panel=_STREAMING, help="Threads that read experts from the file. [dim]By default 8.[/]"
     ),
 ]
+ReadTimeoutS = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        rich_help_panel=_STREAMING,
+        help="Seconds after which a read or a copy that has not ended is given up. [dim]By default 120.[/]",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(metavar="N", rich_help_panel=_STREAMING, help="Threads that compute. [dim]By default one a core.[/]"),

@@ -26,6 +26,7 @@ from expertstream_engine.cli.options import (
     IoMode,
     ModelArgument,
     Policy,
+    ReadTimeoutS,
     Threads,
     Verbose,
     model_from,
@@ -134,6 +135,7 @@ def run(
     half_life_tokens: HalfLifeTokens = None,
     io_mode: IoMode = None,
     filler_threads: FillerThreads = None,
+    read_timeout_s: ReadTimeoutS = None,
     threads: Threads = None,
     hotlist: Annotated[
         Path | None,
@@ -167,6 +169,7 @@ def run(
             threads=threads,
             io_mode=io_mode,
             filler_threads=filler_threads,
+            read_timeout_s=read_timeout_s,
             half_life_tokens=half_life_tokens,
             hotlist=hotlist,
         )

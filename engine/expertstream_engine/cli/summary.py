@@ -101,7 +101,9 @@ def _of_device(report: GenerationReport) -> Iterator[str]:
             f" {size_text(report.pinned_bytes)}: {total.host_hits} of {total.misses} misses were found there"
         )
     elif report.device_bytes:
-        yield f"no host tier, pinned memory {size_text(report.pinned_bytes)}"
+        planned = report.planned_host_slots
+        why = f", although {counted(planned, 'slot')} were planned: the log says why" if planned else ""
+        yield f"no host tier{why}; pinned memory {size_text(report.pinned_bytes)}"
     if total.misses:
         yield f"{total.disk_wait_s:.2f} s were spent waiting for the file"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from contextlib import suppress
 from threading import Condition
 from typing import Any
 
@@ -88,9 +89,8 @@ class DeviceStore:
                 del readers[reader]  # no sooner: a commit that is tried again waits for it again
                 self._spare_events.append(event)
             copied = self._event()
-            runtime.memcpyAsync(target, buffer.address, self.layout.slot_bytes, runtime.memcpyHostToDevice, stream)
-            runtime.eventRecord(copied.ptr, stream)
-            buffer.copied = copied
+            kind = runtime.memcpyHostToDevice
+            self._copy(buffer, target, buffer.address, kind, copied)
         except runtime.CUDARuntimeError as error:
             raise self.device.commit_failed(slot, error) from error
         finally:
@@ -119,13 +119,21 @@ class DeviceStore:
         source, runtime = self.address(slot), self._runtime
         try:
             self.device.use()
-            copied = self._event()
-            size_bytes, kind = self.layout.slot_bytes, runtime.memcpyDeviceToHost
-            runtime.memcpyAsync(buffer.address, source, size_bytes, kind, self._stream)
-            runtime.eventRecord(copied.ptr, self._stream)
+            self._copy(buffer, buffer.address, source, runtime.memcpyDeviceToHost, self._event())
         except runtime.CUDARuntimeError as error:
             raise self.device.commit_failed(slot, error) from error
-        buffer.copied = copied
+
+    def _copy(self, buffer: _Buffer, target: int, source: int, kind: int, copied: Any) -> None:
+        """Start a copy into a buffer or out of it, and note the event after it."""
+        runtime = self._runtime
+        try:
+            runtime.memcpyAsync(target, source, self.layout.slot_bytes, kind, self._stream)
+            runtime.eventRecord(copied.ptr, self._stream)
+            buffer.copied = copied
+        except BaseException:
+            with suppress(runtime.CUDARuntimeError):
+                runtime.streamSynchronize(self._stream)  # nobody else would know that it uses the buffer
+            raise
 
     @property
     def memory(self) -> StoreMemory:
