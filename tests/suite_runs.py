@@ -22,7 +22,7 @@ TESTS = Path(__file__).parent
 BROKEN = TESTS / "broken"
 STRANGER = TESTS / "third_party" / "expertstream-fakedevice"
 LIMIT_S = 280
-SOUND = ("sound_late", "sound_in_place", "sound_on_a_small_device", "sound_tiered")
+SOUND = ("sound_late", "sound_in_place", "sound_on_a_small_device", "sound_tiered", "sound_tiered_both_ways")
 
 
 @frozen
@@ -153,7 +153,7 @@ def suite_servers(count: int, site: Path) -> Iterator[SuiteServers]:
 
 
 def _arguments(backend: str, arguments: tuple[str, ...]) -> list[str]:
-    return ["-p", "expertstream.conformance", "--backend", backend, "-rfE", *arguments]
+    return ["-p", "expertstream.conformance", "--backend", backend, *arguments]
 
 
 def _environ() -> dict[str, str]:

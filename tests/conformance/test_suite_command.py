@@ -137,7 +137,7 @@ def test_a_test_is_named_with_its_file(tmp_path: Path) -> None:
 def test_a_device_too_small_for_large_stores_skips_with_the_numbers(tmp_path: Path) -> None:
     install_broken(tmp_path / "site")
     test = "test_eight_fillers_at_once_lose_no_commit"
-    ended = run_suite("sound_on_a_small_device", "-rs", "-k", test, folder=tmp_path, site=tmp_path / "site")
+    ended = run_suite("sound_on_a_small_device", "-k", test, folder=tmp_path, site=tmp_path / "site")
     assert "1 passed, 1 skipped" in ended.output
     reason = "grants 2 of the 16 slots of 3461120 bytes that this test needs: 2 slots fit into 8388608 bytes"
     assert reason in ended.output
@@ -151,7 +151,11 @@ def test_what_fails_once_is_shown_as_it_was_with_what_repeats_it(tmp_path: Path)
     assert "Flaky" not in first.output
     steps = re.findall(r"^E +(state\.\w+\(.*\))$", first.output, re.MULTILINE)
     assert steps[-1] == "state.teardown()", first.output
-    assert re.search(r"^E +assert not .\d+ of 12288 bytes are wrong, the first at ", first.output, re.MULTILINE)
+    assert re.search(
+        r"^E +assert not .slot \d is not expert \d+ of layer \d: \d+ of 12288 bytes are wrong, the first at ",
+        first.output,
+        re.MULTILINE,
+    )
     (seed,) = re.findall(r"^--random-seed (\d+)$", first.output, re.MULTILINE)
     assert re.findall(r"^E +(state\.\w+\(.*\))$", run("--random-seed", seed).output, re.MULTILINE) == steps
 
@@ -174,5 +178,6 @@ def test_what_a_backends_distribution_adds_is_collected_too(tmp_path: Path) -> N
 
 
 def test_a_skip_says_which_ability_is_missing(tmp_path: Path) -> None:
-    ended = run_suite("cpu", "-rs", "-k", "test_a_commit_that_failed_says_so", folder=tmp_path)
-    assert "have no fixture break_next_commit" in ended.output
+    ended = run_suite("cpu", "-k", "test_a_commit_that_failed_says_so", folder=tmp_path)
+    reason = "the additions of backend 'cpu' have no fixture break_next_commit, so no commit can fail"
+    assert f"\n1 skipped: {reason}\n" in ended.output, ended.output

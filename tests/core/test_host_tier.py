@@ -151,6 +151,7 @@ def test_what_the_tier_keeps_is_not_read_again(written: checkpoint_files.Written
         assert again.expert_bytes_read == 0
         assert again.hits + again.misses == LAYERS * EXPERTS
         assert again.host_hits == again.misses > 0
+        assert read.disk_wait_s > again.disk_wait_s == 0  # copies are no reads
 
 
 def test_a_miss_from_the_file_fills_an_inclusive_tier_without_another_read_or_copy(

@@ -10,6 +10,7 @@ import functools
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed and "random_seed" in getattr(item, "fixturenames", ()):
         report.sections.append(("to repeat its random choices", f"--random-seed {item.config.stash[_RANDOM_SEED]}"))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What could not be tried, a line for each reason: with -rs pytest has one for each test."""
+    reports = terminalreporter.stats.get("skipped", [])
+    for reason, count in Counter(report.longrepr[2] for report in reports).most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

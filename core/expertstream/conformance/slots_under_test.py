@@ -37,11 +37,12 @@ class SlotsUnderTest:
 
     def wrong(self, slot: int, key: ExpertKey) -> str:
         """How a readable slot differs from the expert that it must hold; empty if it does not."""
-        return self.wrong_bytes(self.store.read_back(slot), key)
+        return self.wrong_bytes(self.store.read_back(slot), key, f"slot {slot}")
 
-    def wrong_bytes(self, found: bytes, key: ExpertKey) -> str:
-        """How bytes read from a slot differ from the expert that they must be; empty if they do not."""
-        return difference(self.store.layout, found, expert_bytes(self.store.layout, key))
+    def wrong_bytes(self, found: bytes, key: ExpertKey, what: str = "what was read") -> str:
+        """How bytes read from a slot, called `what`, differ from the expert that they must be; empty if they do not."""
+        wrong = difference(self.store.layout, found, expert_bytes(self.store.layout, key))
+        return f"{what} is not expert {key.expert} of layer {key.layer}: {wrong}" if wrong else ""
 
     def host_slots(self, slot_count: int) -> HostSlotsUnderTest:
         """So many more host slots of the store."""
@@ -82,7 +83,8 @@ class HostSlotsUnderTest:
     def wrong(self, host_slot: int, slot: int, key: ExpertKey) -> str:
         """How what a host slot keeps, committed as a slot, differs from the expert that it must be; empty if not."""
         self.recommit(host_slot, slot).wait()
-        return self.slots.wrong(slot, key)
+        found = self.slots.store.read_back(slot)
+        return self.slots.wrong_bytes(found, key, f"slot {slot}, committed from host slot {host_slot},")
 
 
 def host_array(view: object) -> Bytes | None:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from threading import Barrier
+from queue import SimpleQueue
+from threading import Barrier, Thread
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ COPIES_BEFORE = 8
 """So many copies of slots of several MiB are not over before the next call, however fast the device."""
 READ_MS = 30
 MORE_THAN_ANY_BUFFERS = 400
+LEASING_S = 0.2
+"""Leasing takes no such time, so what goes on for longer is waiting for a buffer."""
 
 
 @pytest.mark.hook("alloc_host_slots")
@@ -104,6 +107,32 @@ def test_a_host_slot_is_lent_to_nobody_else_when_its_lease_has_ended(open_tier: 
         staging = store.stage(2)
         assert _span(staging) not in of_tier, "the store has lent a host slot as staging for whoever comes"
         store.discard(staging)
+
+
+@pytest.mark.hook("alloc_host_slots", "commit_slot")
+def test_host_slots_need_none_of_the_stores_staging(open_tier: OpenTier) -> None:
+    leases: SimpleQueue[Staging] = SimpleQueue()
+    tier = open_tier(SMALL, 64, 2)
+    slots = tier.slots
+    slots_to_lease = range(2, slots.store.slot_count)
+
+    def lease_until_none_is_free() -> None:
+        for slot in slots_to_lease:
+            leases.put(slots.store.stage(slot))
+
+    leasing = Thread(target=lease_until_none_is_free, daemon=True)  # where it waits for ever, the test has failed
+    leasing.start()
+    leasing.join(LEASING_S)
+    if not leasing.is_alive():
+        pytest.skip(f"backend {slots.backend.name!r} stages {len(slots_to_lease)} slots at once, so none has to wait")
+    key = ExpertKey(20, 0)
+    tier.commit(0, 0, key).wait()
+    assert not slots.wrong(0, key), "what was committed from a host slot"
+    tier.host_slots.keep(0, 1)
+    assert not tier.wrong(1, 1, key), "what was kept"
+    for _ in slots_to_lease:
+        slots.store.discard(leases.get())
+    leasing.join()
 
 
 @pytest.mark.hook("alloc_host_slots")
@@ -261,6 +290,28 @@ def test_a_host_slot_is_not_lent_before_the_copy_into_it_has_ended(open_tier: Op
         commit.wait()
         assert not tier.slots.wrong(1, key), "what was committed from it"
         assert not tier.wrong(0, 2, key), "what is in it later"
+
+
+@pytest.mark.hook("alloc_host_slots", "commit_slot")
+@pytest.mark.parametrize("copies", ["out of it", "into it"])
+def test_a_discard_hides_no_copy_under_way_from_the_next_lease(open_tier: OpenTier, copies: str) -> None:
+    tier = open_tier(LARGE, 3, 1)
+    slots = tier.slots
+    slots.load(2, ExpertKey(21, 99))
+    for expert in range(0, 10, 2):
+        before, after = ExpertKey(21, expert), ExpertKey(21, expert + 1)
+        commits = [tier.commit(0, 0, before)]
+        if copies == "out of it":
+            commits += [tier.recommit(0, 0) for _ in range(COPIES_BEFORE)]
+        else:
+            _copy_meanwhile(tier, 2, 0)
+        slots.store.discard(tier.host_slots.restage(0, 1))
+        commits.append(tier.commit(0, 1, after))
+        for commit in commits:
+            commit.wait()
+        assert not slots.wrong(0, before), "what was committed before the discard"
+        assert not slots.wrong(1, after), "what was committed after it"
+        assert not tier.wrong(0, 1, after), "what is kept then"
 
 
 @pytest.mark.hook("alloc_host_slots", "commit_slot", "launch_read")

@@ -86,7 +86,7 @@ def test_asking_whether_a_commit_is_done_does_not_wait_for_its_copy(
 
 @pytest.mark.hook("alloc_host_slots")
 @pytest.mark.usefixtures("open_tier")  # skips where there is no host tier
-@pytest.mark.parametrize("behind", ["a reader of the slot", "other copies"])
+@pytest.mark.parametrize("behind", ["a reader of the slot", "other copies", "the copy out of its host slot"])
 def test_keep_does_not_wait(
     open_slots: OpenSlots, launch_read: LaunchRead, streams: Sequence[int], behind: str
 ) -> None:
@@ -95,10 +95,13 @@ def test_keep_does_not_wait(
         tier = slots.host_slots(1)
         launch_read(slots.store, 0, streams[0], READ_MS)
         slots.store.mark_read(0, streams[0])
+        if behind == "a reader of the slot":
+            return lambda: tier.host_slots.keep(0, 0)
         if behind == "other copies":
             slots.commit(0, ExpertKey(1, 1))
-            return lambda: tier.host_slots.keep(1, 0)
-        return lambda: tier.host_slots.keep(0, 0)
+        else:
+            tier.commit(0, 0, ExpertKey(1, 1))
+        return lambda: tier.host_slots.keep(1, 0)
 
     assert not _lateness("keep", open_slots, keep)
 
@@ -106,7 +109,7 @@ def test_keep_does_not_wait(
 @pytest.mark.hook("alloc_host_slots", "commit_slot")
 @pytest.mark.usefixtures("open_tier")  # skips where there is no host tier
 @pytest.mark.parametrize("call", ["restage", "commit_slot"])
-@pytest.mark.parametrize("behind", ["keep", "commit_slot"])
+@pytest.mark.parametrize("behind", ["keep", "commit_slot", "keep behind commit_slot"])
 def test_nothing_waits_for_the_bytes_of_a_host_slot_on_their_way(
     open_slots: OpenSlots, launch_read: LaunchRead, streams: Sequence[int], behind: str, call: str
 ) -> None:
@@ -115,10 +118,11 @@ def test_nothing_waits_for_the_bytes_of_a_host_slot_on_their_way(
         tier = slots.host_slots(1)
         launch_read(slots.store, 0, streams[0], READ_MS)
         slots.store.mark_read(0, streams[0])
-        if behind == "commit_slot":  # of the host slot itself, which waits for the reader
-            tier.commit(0, 0, ExpertKey(1, 1))
-        else:  # a copy into the host slot, which stands behind one that waits for the reader
+        if behind == "keep":  # which need not wait for this copy, but does where all copies are made in turn
             slots.commit(0, ExpertKey(1, 1))
+        else:  # a copy out of the host slot itself, which waits for the reader
+            tier.commit(0, 0, ExpertKey(1, 1))
+        if behind != "commit_slot":
             tier.host_slots.keep(1, 0)
         if call == "restage":
             return lambda: tier.host_slots.restage(0, 1)

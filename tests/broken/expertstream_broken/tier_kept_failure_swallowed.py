@@ -1,0 +1,39 @@
+"""A commit of kept bytes whose copy failed counts as one that ended."""
+
+from expertstream import CommitFailed, Staging
+from expertstream_broken.sound import allocates
+from expertstream_broken.sound_tiered import *  # noqa: F403  # every hook that is not broken here
+from expertstream_broken.sound_tiered import Rows, TieredStore, allocates_host_slots
+
+EXPERTSTREAM_CONTRACT = 1
+
+
+class Kept(Staging):
+    """A lease of kept bytes, which the store tells from others by its class."""
+
+
+class Telling(Rows):
+    def restage(self, host_slot, slot):
+        return Kept(slot, super().restage(host_slot, slot).view)
+
+
+class Store(TieredStore):
+    def commit(self, staging):
+        commit = super().commit(staging)
+        if isinstance(staging, Kept):
+            for name in ("done", "wait", "order_before"):
+                setattr(commit, name, self.in_silence(getattr(commit, name)))
+        return commit
+
+    def in_silence(self, ask):
+        def asked(*arguments):
+            try:
+                return ask(*arguments)
+            except CommitFailed:
+                return True
+
+        return asked
+
+
+alloc_slot_store = allocates(Store)
+alloc_host_slots = allocates_host_slots(Telling)
