@@ -259,7 +259,7 @@ class TestRefusals:
 
         monkeypatch.setattr("expertstream_cpu.mmap.mmap", refusing)
         result = call("run", *PROMPT, "-n", "1", "--expert-memory", "25%")
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert result.stderr.count("Cannot allocate memory") == 1
 
     def test_a_plan_that_does_not_fit_shows_the_sum(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,9 @@ class TestRefusals:
             assert "does not allow them" in refusal(*arguments)
 
     @pytest.mark.parametrize("passes", [0, 2])
-    def test_a_machine_that_fails_on_the_way_is_no_refusal(self, passes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_device_that_fails_on_the_way_ends_the_run_with_what_was_done(
+        self, passes: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from expertstream import MachineError
         from expertstream_engine.session import Model
 
@@ -331,7 +333,8 @@ class TestRefusals:
 
         monkeypatch.setattr(Model, "_forward", failing)
         result = call("run", *PROMPT, "-n", "8")
-        assert result.exit_code == 1
+        assert result.exit_code == 2
+        assert f"{passes} tokens generated, ended by failure" in result.stderr
         assert result.stderr.endswith("error: the device failed\nwhile it computed\n")
 
 

@@ -164,7 +164,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("full_disk")
 def test_a_list_that_could_not_be_saved_costs_no_result(model: Path, tmp_path: Path) -> None:
     result = run(model, "--save-hotlist", tmp_path / "list", "--json")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert len(json.loads(result.stdout)["tokens"]) == 12
     message = f"error: hotlist {tmp_path / 'list'} cannot be written: No space left on device\n"
     assert result.stderr == message

@@ -14,14 +14,11 @@ import typer
 from expertstream_engine.cli.consoles import OutputFailed, say
 from expertstream_engine.cli.logs import configure_log
 
-FAILED, BAD_INPUT, READER_GONE = 1, 2, 141
-"""Exit codes; the last one is what a shell reports for a process that SIGPIPE ended."""
+FAILED, CANNOT_BE, READER_GONE = 1, 2, 141
+"""Exit codes. CANNOT_BE: what was asked for cannot be, or this machine or its device cannot do it; FAILED: storage or a
+part of this program failed. The last one is what a shell reports for a process that SIGPIPE ended."""
 
 P = ParamSpec("P")
-
-
-class FailedOnTheWay(Exception):
-    """This machine failed when loading had begun, which is no refusal any more; its cause is what to say."""
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
@@ -53,21 +50,13 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def _explained(error: Exception) -> tuple[str, int]:
-    if isinstance(error, FailedOnTheWay) and isinstance(error.__cause__, Exception):
-        return _explained(error.__cause__)[0], FAILED
     # Not imported: what is to be explained may be that the library cannot be, and then it raised nothing of its own.
     errors = sys.modules.get("expertstream.errors")
     if errors is None or not isinstance(error, errors.ExpertstreamError):
         return f"unexpected {type(error).__name__}: {error}: run again with --debug for the traceback", FAILED
     message = "\n".join([str(error), *getattr(error, "__notes__", ())])
-    not_the_users = (
-        errors.ReadFailed,
-        errors.DeviceOutOfMemory,
-        errors.CommitFailed,
-        errors.BackendContractError,
-        errors.UsageError,
-    )
-    return message, FAILED if isinstance(error, not_the_users) else BAD_INPUT
+    broken = errors.ReadFailed, errors.BackendContractError, errors.UsageError
+    return message, FAILED if isinstance(error, broken) else CANNOT_BE
 
 
 def _drop(*streams: TextIO) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from expertstream_engine.cli.consoles import counted, print_json, say, starting
-from expertstream_engine.cli.errors import FailedOnTheWay, guarded
+from expertstream_engine.cli.errors import guarded
 from expertstream_engine.cli.options import (
     AsJson,
     BackendName,
@@ -173,7 +173,7 @@ def run(
             half_life_tokens=half_life_tokens,
             hotlist=hotlist,
         )
-        from expertstream import ExpertstreamError, MachineError, refuse_unwritable
+        from expertstream import ExpertstreamError, refuse_unwritable
         from expertstream_engine.cli.screen import Screen
         from expertstream_engine.cli.summary import print_report
         from expertstream_engine.demand import plan_run
@@ -205,21 +205,18 @@ def run(
             loaded.save_hotlist(save_hotlist)
 
     generation: Generation | None = None
-    try:
-        with ExitStack() as opened, _afterwards(save):
-            try:
-                with Screen(shows_text=not as_json) as screen:
-                    loaded = opened.enter_context(Model(planned, settings, screen.progress, prompts))
-                    screen.echo(text)
-                    generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
-                    _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
-            except (KeyboardInterrupt, ExpertstreamError):
-                if generation is not None:
-                    report(generation)
-                raise
-            report(generation)
-    except MachineError as error:
-        raise FailedOnTheWay from error
+    with ExitStack() as opened, _afterwards(save):
+        try:
+            with Screen(shows_text=not as_json) as screen:
+                loaded = opened.enter_context(Model(planned, settings, screen.progress, prompts))
+                screen.echo(text)
+                generation = loaded.generate(tokens, wanted, sampling, ignore_eos=ignore_eos)
+                _show(generation, screen, wanted, as_text=prompts.tokenizer is not None)
+        except (KeyboardInterrupt, ExpertstreamError):
+            if generation is not None:
+                report(generation)
+            raise
+        report(generation)
 
 
 @contextmanager
