@@ -34,6 +34,8 @@ from expertstream import (
     make_plan,
     open_backend,
     open_checkpoint,
+    size_classes,
+    smallest_expert_memory_bytes,
 )
 from expertstream.backends import GROUP
 from suite_runs import BROKEN
@@ -204,6 +206,23 @@ def test_any_order_of_steps_finds_the_right_bytes(
                 lease.release(stream=7 if choose.random() < 0.5 else None)
         counted = streamer.counters
         assert counted.host_hits <= counted.misses
+
+
+def test_what_a_step_in_rounds_needs_later_is_not_given_up_for_what_leaves(written: checkpoint_files.Written) -> None:
+    """Three experts of layer 0 are in a tier of three; those of layer 1 in the slots leave while others are read."""
+    checkpoint = open_checkpoint(written.path)
+    slot_bytes = size_classes(checkpoint)[0].layout.slot_bytes
+    slots = str(smallest_expert_memory_bytes(checkpoint))
+    with open_tiered(written, "exclusive", slots=slots, host=str(3 * slot_bytes)) as streamer:
+        for layer, expert in ((0, 5), (0, 6), (0, 7), (1, 0), (1, 1)):
+            use(streamer, written, layer, expert)
+        before = streamer.counters
+        streamer.begin_pass(EXPERTS)
+        for lease in streamer.rounds(0, range(EXPERTS), [1] * EXPERTS):
+            assert wrong(lease, written) == []
+        assert (streamer.counters - before).host_hits == 3
+        assert streamer._tier is not None
+        assert not streamer._tier._tables.turn.any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
