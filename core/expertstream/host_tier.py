@@ -227,8 +227,8 @@ class HostTier:
                     else:
                         self._add(number, planned.slot_count - left[number], piece)
                         left[number] -= wanted
-        except Exception as error:  # noqa: BLE001  # the streamer raises it when the next pass begins
-            self.error = error
+        except BaseException as error:  # noqa: BLE001  # a plugin may raise anything; the next pass raises it
+            self.error = error if isinstance(error, Exception) else _not_an_order(error)
         state = self.state
         fields = {"slots": state.slot_count, "planned": state.planned_slots, "pinned_bytes": state.pinned_bytes}
         if self.error is not None:
@@ -247,3 +247,10 @@ class HostTier:
                 self._places[first + place] = piece, place
             self._tables.state[first : first + piece.slot_count] = residency.EMPTY
             self._pinned_bytes += piece.slot_count * self._classes[number].store.layout.slot_bytes
+
+
+def _not_an_order(error: BaseException) -> BackendContractError:
+    """What ends a program where it is raised, from a thread where it must not."""
+    foreign = BackendContractError(f"{type(error).__name__} was raised while host slots were allocated: {error}")
+    foreign.__cause__ = error
+    return foreign

@@ -300,6 +300,23 @@ def test_an_error_that_ends_the_growth_is_raised_when_the_next_pass_begins(writt
         streamer.begin_pass(1)
 
 
+@pytest.mark.parametrize("order", [KeyboardInterrupt, SystemExit])
+def test_what_a_plugin_raises_to_end_the_process_is_an_error_of_the_growth(
+    written: checkpoint_files.Written, order: type[BaseException]
+) -> None:
+    class Ends:
+        @hookimpl(wrapper=True)
+        def alloc_host_slots(self, store: SlotStore, slot_count: int) -> Generator[None, HostSlots, HostSlots]:
+            yield
+            raise order("from a driver's library")
+
+    with capture_logs() as events, open_tiered(written, "exclusive", observers=[Ends()]) as streamer:
+        use(streamer, written, 0, 1)
+        with pytest.raises(BackendContractError, match=f"{order.__name__} was raised while host slots were allocated"):
+            streamer.begin_pass(1)
+    assert [event["log_level"] for event in events if event["event"] == "host_tier_failed"] == ["error"]
+
+
 def test_fewer_host_slots_than_asked_break_the_contract(
     written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
