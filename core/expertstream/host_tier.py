@@ -105,20 +105,20 @@ class HostTier:
 
         Raises MachineError where the system has no thread to give.
         """
-        thread = Thread(target=self._grow, name="host-tier", daemon=True)
+        self._thread = Thread(target=self._grow, name="host-tier", daemon=True)
         try:
-            thread.start()
+            self._thread.start()
         except RuntimeError as error:  # what Python says then
+            self._thread = None
             raise MachineError(
                 f"the thread that pins the host tier could not be started: {error}; raise the limit on processes"
                 " (ulimit -u, or the container's), or turn the tier off with host memory of 0"
             ) from error
-        self._thread = thread
 
     def close(self, limit_s: float) -> bool:
         """End the growth; false if an allocation is still under way after so many seconds."""
         self._is_closing.set()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.ident is not None:  # it has begun
             self._thread.join(limit_s)
         return self._thread is None or not self._thread.is_alive()
 
@@ -139,9 +139,16 @@ class HostTier:
         """
         found = np.empty(experts.size, np.uint8)
         if self._is_exclusive:
-            taken = np.empty(leaving.size, np.int64)
-            residency.exchange(self._tables, ranks, layer, experts, leaving, numbers, found, taken)
-            self._take_over(layer, taken.tolist(), slots)
+            taken = np.full(leaving.size, -1, np.int64)
+            try:
+                residency.exchange(self._tables, ranks, layer, experts, leaving, numbers, found, taken)
+                self._take_over(layer, taken.tolist(), slots)
+            except BaseException as error:
+                error.add_note(f"while backend {self._backend.name!r} was to keep what leaves slots {list(slots)}")
+                for number in taken[taken >= 0].tolist():
+                    if self._tables.state[number] == residency.LOADING:
+                        self.forget(number)
+                raise
         elif residency.lease(self._tables, ranks, layer, experts, numbers, found) < 0:
             # Too few for all of them; but some may be kept, and these must be found.
             for i in range(experts.size):
@@ -155,21 +162,12 @@ class HostTier:
 
     def _take_over(self, layer: int, numbers: Sequence[int], slots: Sequence[int]) -> None:
         """Copy what leaves these slots into these host slots; -1 is none."""
-        left = [(number, slot) for number, slot in zip(numbers, slots, strict=True) if number >= 0]
-        try:
-            while left:
-                number, slot = left[-1]
+        for number, slot in zip(numbers, slots, strict=True):
+            if number >= 0:
                 piece, place = self._place(number)
                 self._backend.asked("HostSlots.keep", partial(piece.keep, slot, place))
                 self.copied_bytes += self._slot_bytes[layer]
                 residency.settle(self._tables, number)
-                left.pop()
-        except BaseException as error:
-            error.add_note(f"while backend {self._backend.name!r} was to keep what leaves slots {list(slots)}")
-            for number, _ in left:
-                if self._tables.state[number] == residency.LOADING:
-                    self.forget(number)
-            raise
 
     def stage(self, number: int, slot: int) -> Staging:
         """Lease the bytes of a host slot, to be filled for a slot of its store; as `HostSlots.stage`."""

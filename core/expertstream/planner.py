@@ -340,7 +340,7 @@ def _with_host_tier(
         budget_bytes = request.resolve(checkpoint.routed_bytes)
     counts = _distributed(budget_bytes, classes, [0] * len(classes), every)
     if not any(counts):
-        smallest_bytes = min(plan.slot_bytes for plan in plans)
+        smallest_bytes = min(plan.slot_bytes for plan, most in zip(plans, every, strict=True) if most)
         if request is not None:
             raise BudgetTooSmall(
                 f"host memory of {request} is {budget_bytes} bytes, and a host slot has {smallest_bytes}: ask for more,"
@@ -354,11 +354,12 @@ def _with_host_tier(
     host_bytes = sum(plan.host_bytes for plan in tiered)
     if host_bytes > left_bytes:
         addends = _host_addends(demand, tiered, one_pool=False)
-        fitting = MemoryRequest(size_bytes=round_down_bytes(left_bytes))
+        least_bytes = min(plan.slot_bytes for plan, most in zip(plans, every, strict=True) if most)
+        fitting = MemoryRequest(size_bytes=round_down_bytes(left_bytes) if left_bytes >= least_bytes else 0)
         raise DoesNotFit(
             f"host memory of {request} does not fit into the host's memory:\n{_sum(addends)}\n"
             f"available are {format_bytes(available.bytes)}: {available.reason}\n"
-            f"host memory of {fitting} ({left_bytes} bytes) or less would fit"
+            f"host memory of {fitting} would fit, in the {left_bytes} bytes that are left"
         )
     if request is None:
         notes.append(

@@ -39,6 +39,10 @@ LOOKAHEAD = 16
 """Experts that a step in rounds has under way or leased at once: a drive's queue is full, and few slots churn."""
 
 
+_LONGEST_GROWTH_S = 5.0
+"""How long a close waits for a piece of the host tier, which takes a fraction of a second where a driver answers."""
+
+
 @frozen
 class Counters:
     """What has been counted since the streamer was opened; the difference of two is what lay between.
@@ -213,10 +217,10 @@ class _Load:
         except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
             self.error = error
 
-    def wait(self, stream: int | None, limit_s: float) -> None:
+    def wait(self, stream: int | None, left_s: float, limit_s: float) -> None:
         """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why.
 
-        A commit that the host waits for is given up after so many seconds.
+        A commit that the host waits for is given up when what is left of the limit is over.
         """
         try:
             commit = self.ticket.wait()
@@ -224,7 +228,7 @@ class _Load:
                 commit.order_before(stream)
                 self.is_ordered = True
             elif not commit.done():
-                within(limit_s, commit.wait)
+                within(left_s, commit.wait)
         except Unfinished:
             self.is_stuck = True
             self.error = MachineError(f"a commit has not ended for {limit_s:.3g} s, and was given up: nothing answers")
@@ -512,20 +516,11 @@ class ExpertStreamer:
 
     def close(self) -> None:
         """End the reads under way and free everything; leases and views are dead. A second call does nothing."""
-        is_grown = self._tier is None or self._tier.close(self._limit_s)
-        if self._filler is not None:
-            self._filler.close()
-            self._filler = None
-        with self._lock:
-            written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.is_abandoned}
-        with ExitStack() as closing:  # not under the lock, which whatever the garbage collector ends here may want
-            for store, _ in self._classes:
-                if not is_grown:
-                    get_log().warning("store_left_open", reason="host memory is still being allocated for it")
-                elif id(store) in written:
-                    get_log().warning("store_left_open", reason="a read or copy that never ended may still write to it")
-                else:
-                    closing.callback(self._close_store, store)
+        with ExitStack() as closing:  # each step is taken also where the one before is interrupted
+            closing.callback(self._close_stores)
+            closing.callback(self._close_filler)
+            if self._tier is not None:
+                self._tier.close(min(self._limit_s, _LONGEST_GROWTH_S))
 
     def __enter__(self) -> Self:
         return self
@@ -534,6 +529,24 @@ class ExpertStreamer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _close_filler(self) -> None:
+        if self._filler is not None:
+            self._filler.close()
+            self._filler = None
+
+    def _close_stores(self) -> None:
+        is_growing = self._tier is not None and self._tier.state.is_growing
+        with self._lock:
+            written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.is_abandoned}
+        with ExitStack() as closing:  # not under the lock, which whatever the garbage collector ends here may want
+            for store, _ in self._classes:
+                if is_growing:
+                    get_log().warning("store_left_open", reason="host memory is still being allocated for it")
+                elif id(store) in written:
+                    get_log().warning("store_left_open", reason="a read or copy that never ended may still write to it")
+                else:
+                    closing.callback(self._close_store, store)
 
     def _close_store(self, store: SlotStore) -> None:
         """A second time does nothing, which is the store's own promise; one that does not end is left behind."""
@@ -772,8 +785,9 @@ class ExpertStreamer:
         for load in loads:
             load.wait_for_bytes()
         arrived = time.perf_counter()
-        for load in loads:  # all of them together within the limit, and none without a look
-            load.wait(stream, max(0.01, arrived + self._limit_s - time.perf_counter()))
+        for load in loads:  # all of them together within the limit, and each for a moment at least
+            left_s = arrived + self._limit_s - time.perf_counter()
+            load.wait(stream, max(min(1.0, self._limit_s), left_s), self._limit_s)
         with self._lock:
             if waits_for_disk:
                 self._disk_wait_s += arrived - began

@@ -371,7 +371,7 @@ def test_on_a_device_of_its_own_the_host_holds_the_weights_while_they_load_and_t
         "8 host slots for layer 3",
         "total",
     ]
-    assert lines[-1].endswith(f"({host_bytes - 1} bytes) or less would fit")
+    assert lines[-1].endswith(f" would fit, in the {host_bytes - 1} bytes that are left")
 
 
 def test_by_default_a_host_tier_takes_half_of_what_the_host_has_left() -> None:
