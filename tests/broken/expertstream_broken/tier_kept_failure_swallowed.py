@@ -1,20 +1,11 @@
 """A commit of kept bytes whose copy failed counts as one that ended."""
 
-from expertstream import CommitFailed, Staging
+from expertstream import CommitFailed
 from expertstream_broken.sound import allocates
 from expertstream_broken.sound_tiered import *  # noqa: F403  # every hook that is not broken here
-from expertstream_broken.sound_tiered import Rows, TieredStore, allocates_host_slots
+from expertstream_broken.sound_tiered import Kept, TieredStore
 
 EXPERTSTREAM_CONTRACT = 1
-
-
-class Kept(Staging):
-    """A lease of kept bytes, which the store tells from others by its class."""
-
-
-class Telling(Rows):
-    def restage(self, host_slot, slot):
-        return Kept(slot, super().restage(host_slot, slot).view)
 
 
 class Store(TieredStore):
@@ -36,4 +27,3 @@ class Store(TieredStore):
 
 
 alloc_slot_store = allocates(Store)
-alloc_host_slots = allocates_host_slots(Telling)
