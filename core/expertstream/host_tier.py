@@ -54,7 +54,7 @@ class TierState:
 class HostTier:
     """Host slots of all stores, numbered across them in the order of the classes.
 
-    Methods are called under the streamer's lock, but for `stage`, `restage` and `close`, which may block.
+    Methods are called under the streamer's lock, but for `grow`, `stage` and `close`; the last two may block.
     """
 
     def __init__(
@@ -90,8 +90,7 @@ class HostTier:
         self._pinned_bytes = 0
         self._is_closing = Event()
         self._thread: Thread | None = None
-        self.error: Exception | None = None
-        """What growing ended with that is not for want of memory."""
+        self._error: Exception | None = None
 
     @property
     def state(self) -> TierState:
@@ -115,6 +114,11 @@ class HostTier:
                 " (ulimit -u, or the container's), or turn the tier off with host memory of 0"
             ) from error
 
+    def take_error(self) -> Exception | None:
+        """What growing ended with that is not for want of memory; once."""
+        error, self._error = self._error, None
+        return error
+
     def close(self, limit_s: float) -> bool:
         """End the growth; false if an allocation is still under way after so many seconds."""
         self._is_closing.set()
@@ -137,27 +141,18 @@ class HostTier:
         are experts, counted across layers, that the layer's store loses from its `slots`, -1 for none: an exclusive
         tier takes these over. Raises CommitFailed where a copy cannot be started; `numbers` then says what is leased.
         """
-        found = np.empty(experts.size, np.uint8)
-        if self._is_exclusive:
-            taken = np.full(leaving.size, -1, np.int64)
-            try:
-                residency.exchange(self._tables, ranks, layer, experts, leaving, numbers, found, taken)
-                self._take_over(layer, taken.tolist(), slots)
-            except BaseException as error:
-                error.add_note(f"while backend {self._backend.name!r} was to keep what leaves slots {list(slots)}")
-                for number in taken[taken >= 0].tolist():
-                    if self._tables.state[number] == residency.LOADING:
-                        self.forget(number)
-                raise
-        elif residency.lease(self._tables, ranks, layer, experts, numbers, found) < 0:
-            # Too few for all of them; but some may be kept, and these must be found.
-            for i in range(experts.size):
-                residency.lease(self._tables, ranks, layer, experts[i : i + 1], numbers[i : i + 1], found[i : i + 1])
-        if found.max(initial=0) == residency.UNDERWAY:  # its bytes come by another load; this one leaves them alone
-            underway = found == residency.UNDERWAY
-            residency.release(self._tables, numbers[underway])
-            numbers[underway] = -1
-        kept: NDArray[np.bool_] = (numbers >= 0) & (found == residency.READY)
+        if not self._is_exclusive:
+            leaving, slots = leaving[:0], ()
+        found, taken = np.empty(experts.size, np.uint8), np.full(leaving.size, -1, np.int64)
+        try:
+            residency.exchange(self._tables, ranks, layer, experts, leaving, numbers, found, taken, self._is_exclusive)
+            self._take_over(layer, taken.tolist(), slots)
+        except BaseException:
+            for number in taken[taken >= 0].tolist():
+                if self._tables.state[number] == residency.LOADING:
+                    self.forget(number)
+            raise
+        kept: NDArray[np.bool_] = found == residency.READY
         return kept
 
     def _take_over(self, layer: int, numbers: Sequence[int], slots: Sequence[int]) -> None:
@@ -165,7 +160,11 @@ class HostTier:
         for number, slot in zip(numbers, slots, strict=True):
             if number >= 0:
                 piece, place = self._place(number)
-                self._backend.asked("HostSlots.keep", partial(piece.keep, slot, place))
+                try:
+                    self._backend.asked("HostSlots.keep", partial(piece.keep, slot, place))
+                except BaseException as error:
+                    error.add_note(f"while backend {self._backend.name!r} was to keep what leaves slot {slot}")
+                    raise
                 self.copied_bytes += self._slot_bytes[layer]
                 residency.settle(self._tables, number)
 
@@ -209,6 +208,7 @@ class HostTier:
         sizes = [max(1, PIECE_BYTES // planned.store.layout.slot_bytes) for planned in self._classes]
         fewest = [min(FEWEST_SLOTS, size) for size in sizes]
         refusal: DeviceOutOfMemory | None = None
+        failure: Exception | None = None
         try:
             while any(left) and not self._is_closing.is_set():
                 for number, planned in enumerate(self._classes):
@@ -226,11 +226,13 @@ class HostTier:
                         self._add(number, planned.slot_count - left[number], piece)
                         left[number] -= wanted
         except BaseException as error:  # noqa: BLE001  # a plugin may raise anything; the next pass raises it
-            self.error = error if isinstance(error, Exception) else _not_an_order(error)
+            failure = error if isinstance(error, Exception) else _not_an_order(error)
+            with self._lock:
+                self._error = failure
         state = self.state
         fields = {"slots": state.slot_count, "planned": state.planned_slots, "pinned_bytes": state.pinned_bytes}
-        if self.error is not None:
-            get_log().error("host_tier_failed", **fields, error=f"{type(self.error).__name__}: {self.error}")
+        if failure is not None:
+            get_log().error("host_tier_failed", **fields, error=f"{type(failure).__name__}: {failure}")
         elif refusal is not None and state.slot_count < state.planned_slots:
             event = "host_tier_smaller" if state.slot_count else "host_tier_off"
             get_log().warning(event, **fields, reason=str(refusal))

@@ -32,8 +32,8 @@ class Tables(NamedTuple):
     slot_of (int32, experts): the slot of an expert or -1. expert_of (int32, slots): its inverse.
     state (uint8, slots). leases (int32, slots). turn (int32, slots): 0, or 1 + when the step under way will
     need what the slot holds. slot_range (int64, layers x 2): first and end of the slots that a layer may use. victims
-    and evicted (int64, experts of a layer): the slots that the last `lease` gave to experts that it missed, in their
-    order, and the experts that it took them from, -1 for none.
+    (int64, twice the experts of a layer): the slots that the last `lease` gave to experts that it missed, in their
+    order. evicted (int64, experts of a layer): the experts that it took them from, -1 for none.
     """
 
     slot_of: NDArray[np.int32]
@@ -66,7 +66,7 @@ def make_tables(layer_count: int, experts_per_layer: int, slot_range: NDArray[np
         leases=np.zeros(slot_count, np.int32),
         turn=np.zeros(slot_count, np.int32),
         slot_range=slot_range,
-        victims=np.empty(experts_per_layer, np.int64),
+        victims=np.empty(2 * experts_per_layer, np.int64),
         evicted=np.empty(experts_per_layer, np.int64),
     )
 
@@ -192,13 +192,15 @@ def exchange(
     slots: NDArray[np.int64],
     found: NDArray[np.uint8],
     taken: NDArray[np.int64],
+    is_exclusive: bool,
 ) -> None:
-    """A step of an exclusive tier, whose slots these are: experts of a layer leave it upwards, and others come down.
+    """A step of a host tier, whose slots these are: experts of a layer leave it upwards, and others come down.
 
     `slots` and `found` are of the experts `coming` up, as `lease` fills them: READY ones are leased where they are
-    kept; a MISS is to be read, through an EMPTY or SPARE slot or through none (-1). `leaving` are experts, counted
-    across layers, that lose their slot above, -1 for none; `taken` is the slot that each must be copied to, LOADING and
-    leased, or -1 where it is kept already, and no longer SPARE, or where there is no room.
+    kept; a MISS is to be read, through a victim or through none (-1), and where `is_exclusive` the victim is EMPTY or
+    SPARE. `leaving` are experts, counted across layers, that lose their slot above, -1 for none; `taken` is the slot
+    that each must be copied to, LOADING and leased, or -1 where it is kept already, and no longer SPARE, or where there
+    is no room. No victim is what the step under way will need: another staging buffer can take a read.
     """
     base = layer * (tables.slot_of.size // tables.slot_range.shape[0])
     missing = 0
@@ -224,30 +226,27 @@ def exchange(
             tables.leases[slot] += 1  # so that it does not make room for the others that leave
             if tables.state[slot] == SPARE:
                 tables.state[slot] = READABLE
-    if homeless > 0:
-        count = _choose_victims(tables, ranks, layer, tables.victims[:homeless])
-        used = 0
-        for i in range(leaving.size):
-            if used < count and leaving[i] >= 0 and tables.slot_of[leaving[i]] < 0:
-                if tables.turn[tables.victims[used]] != 0:
-                    break  # what the step under way will need is worth more than what leaves
-                taken[i] = tables.victims[used]
-                used += 1
-                _give(tables, taken[i], leaving[i])
+    # The first victims are for what leaves, the others for what is read.
+    count = _choose_victims(tables, ranks, layer, tables.victims[: homeless + missing])
+    used = 0
+    for i in range(leaving.size):
+        if used < count and leaving[i] >= 0 and tables.slot_of[leaving[i]] < 0:
+            if tables.turn[tables.victims[used]] != 0:
+                break  # what the step under way will need is worth more than what leaves
+            taken[i] = tables.victims[used]
+            used += 1
+            _give(tables, taken[i], leaving[i])
     for i in range(leaving.size):
         if leaving[i] >= 0 and taken[i] < 0 and tables.slot_of[leaving[i]] >= 0:
             tables.leases[tables.slot_of[leaving[i]]] -= 1
-    if missing > 0:
-        count = _choose_victims(tables, ranks, layer, tables.victims[:missing])
-        used = 0
-        for i in range(coming.size):
-            if found[i] == MISS and used < count and tables.slot_of[base + coming[i]] < 0:
-                slot = tables.victims[used]
-                if tables.turn[slot] != 0 or tables.state[slot] not in (EMPTY, SPARE):
-                    break  # all further ones are worth more than a read that another staging buffer can take
-                used += 1
-                slots[i] = slot
-                _give(tables, slot, base + coming[i])
+    for i in range(coming.size):
+        if used < count and found[i] == MISS and tables.slot_of[base + coming[i]] < 0:
+            slot = tables.victims[used]
+            if tables.turn[slot] != 0 or (is_exclusive and tables.state[slot] not in (EMPTY, SPARE)):
+                break  # all further ones are worth more
+            used += 1
+            slots[i] = slot
+            _give(tables, slot, base + coming[i])
 
 
 @_compiler.njit(nogil=True, cache=True)
@@ -294,6 +293,8 @@ def _choose_victims(tables: Tables, ranks: Ranks, layer: int, victims: NDArray[n
     """Fill `victims` with the slots to give up, first one first; the answer is how many there are."""
     chosen = 0
     wanted = victims.size
+    if wanted == 0:
+        return 0
     first, end = tables.slot_range[layer, 0], tables.slot_range[layer, 1]
     for slot in range(first, end):  # one pass, keeping the best `wanted` sorted: most slots lose to the last of them
         state = tables.state[slot]

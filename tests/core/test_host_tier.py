@@ -28,16 +28,20 @@ from expertstream import (
     ReadFailed,
     SlotStore,
     Staging,
+    StoreClosed,
     available_memory,
     hookimpl,
     host_tier,
     make_plan,
     open_backend,
     open_checkpoint,
+    residency,
     size_classes,
     smallest_expert_memory_bytes,
 )
+from expertstream import streamer as streamer_module
 from expertstream.backends import GROUP
+from expertstream.filler import Filler, open_raw_file
 from suite_runs import BROKEN
 
 NO_DEMAND = Demand(resident_bytes=0, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
@@ -208,19 +212,25 @@ def test_any_order_of_steps_finds_the_right_bytes(
         assert counted.host_hits <= counted.misses
 
 
-def test_what_a_step_in_rounds_needs_later_is_not_given_up_for_what_leaves(written: checkpoint_files.Written) -> None:
-    """Three experts of layer 0 are in a tier of three; those of layer 1 in the slots leave while others are read."""
+@pytest.mark.parametrize(
+    ("kind", "used_before", "host_hits"),
+    [("exclusive", [(0, 5), (0, 6), (0, 7), (1, 0), (1, 1)], 3), ("inclusive", [(0, 5), (0, 6), (0, 7)], 2)],
+)
+def test_what_a_step_in_rounds_needs_later_is_not_given_up(
+    written: checkpoint_files.Written, kind: HostTiering, used_before: list[tuple[int, int]], host_hits: int
+) -> None:
+    """Three experts of layer 0 are in a tier of three. Others are read and, of the slots of an exclusive one, leave."""
     checkpoint = open_checkpoint(written.path)
     slot_bytes = size_classes(checkpoint)[0].layout.slot_bytes
     slots = str(smallest_expert_memory_bytes(checkpoint))
-    with open_tiered(written, "exclusive", slots=slots, host=str(3 * slot_bytes)) as streamer:
-        for layer, expert in ((0, 5), (0, 6), (0, 7), (1, 0), (1, 1)):
+    with open_tiered(written, kind, slots=slots, host=str(3 * slot_bytes)) as streamer:
+        for layer, expert in used_before:
             use(streamer, written, layer, expert)
         before = streamer.counters
         streamer.begin_pass(EXPERTS)
         for lease in streamer.rounds(0, range(EXPERTS), [1] * EXPERTS):
             assert wrong(lease, written) == []
-        assert (streamer.counters - before).host_hits == 3
+        assert (streamer.counters - before).host_hits == host_hits
         assert streamer._tier is not None
         assert not streamer._tier._tables.turn.any()
 
@@ -454,3 +464,112 @@ def test_closing_while_the_tier_grows_ends_both(
     for _ in range(20):
         open_tiered(written, kind, grown=False).close()
     assert not [thread for thread in threading.enumerate() if thread.name == "host-tier"]
+
+
+class HeldFile:
+    """A real file whose reads wait for `gate` while it is `armed`, and tell when they begin."""
+
+    armed, begun, gate = threading.Event(), threading.Event(), threading.Event()
+
+    def __init__(self, path: Path, direct: bool) -> None:
+        self._raw = open_raw_file(path, direct)
+
+    def pread_into(self, buffer: memoryview, offset: int) -> int:
+        if self.armed.is_set():
+            self.begun.set()
+            self.gate.wait(60)
+        return self._raw.pread_into(buffer, offset)
+
+    def close(self) -> None:
+        self._raw.close()
+
+
+@pytest.fixture
+def held() -> Iterator[type[HeldFile]]:
+    for event in (HeldFile.armed, HeldFile.begun, HeldFile.gate):
+        event.clear()
+    yield HeldFile
+    HeldFile.gate.set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_read_that_was_given_up_has_its_host_slot_until_it_ends(
+    written: checkpoint_files.Written, kind: HostTiering, held: type[HeldFile]
+) -> None:
+    with open_tiered(written, kind, slots="40%", open_file=held, read_timeout_s=0.3) as streamer:
+        held.armed.set()
+        with pytest.raises(ReadFailed):
+            streamer.acquire(0, [3])
+        held.armed.clear()
+        assert streamer._tier is not None
+        tables = streamer._tier._tables
+        host_slot = int(tables.slot_of[3])
+        assert tables.state[host_slot] == residency.LOADING
+        for _ in range(2):
+            use(streamer, written, 0, 3)  # through another one, or none
+        assert tables.state[host_slot] == residency.LOADING
+        held.gate.set()
+        while tables.state[host_slot] == residency.LOADING:
+            use_all(streamer, written)
+        use_all(streamer, written)
+        assert not tables.leases.any()
+        assert not (streamer._tables.state == residency.QUARANTINED).any()
+
+
+def test_a_close_that_is_interrupted_leaves_open_what_is_written_to_and_another_one_ends_it(
+    written: checkpoint_files.Written, held: type[HeldFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    with capture_logs() as events:
+        streamer = open_tiered(written, "exclusive", open_file=held)
+        for number, (store, _) in enumerate(streamer._classes):
+            close = store.close
+            store.close = lambda number=number, close=close: (order.append(f"store {number}"), close())  # type: ignore[method-assign]
+        held.armed.set()
+        lease = streamer.acquire(0, [3], wait=False)
+        held.begun.wait()
+
+        def interrupt(filler: Filler, limit_s: float) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Filler, "_join", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                streamer.close()
+        assert order == ["store 1"]  # the other one is being read into
+        order.append("read ends")
+        held.gate.set()
+        lease.release()
+        streamer.close()
+    assert [each for each in order if each != "store 1"] == ["read ends", "store 0"]
+    assert [event["reason"] for event in events if event["event"] == "store_left_open"] == [
+        "a read or copy that never ended may still write to it"
+    ]
+
+
+def test_a_piece_that_hangs_leaves_the_stores_open_until_it_is_there(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, pinned = threading.Event(), threading.Event()
+
+    class Hangs:
+        @hookimpl(wrapper=True)
+        def alloc_host_slots(self, store: SlotStore, slot_count: int) -> Generator[None, HostSlots, HostSlots]:
+            begun.set()
+            pinned.wait(60)
+            return (yield)
+
+    monkeypatch.setattr(streamer_module, "_LONGEST_GROWTH_S", 0.1)
+    with capture_logs() as events:
+        streamer = open_tiered(written, "exclusive", grown=False, observers=[Hangs()])
+        begun.wait()
+        streamer.close()
+        reasons = [event["reason"] for event in events if event["event"] == "store_left_open"]
+        assert reasons == ["host memory is still being allocated for it"] * 2
+        assert [store.read_back(0) is not None for store, _ in streamer._classes] == [True, True]
+        pinned.set()
+        wait_for_growth(streamer)
+        streamer.close()
+    for store, _ in streamer._classes:
+        with pytest.raises(StoreClosed):
+            store.read_back(0)

@@ -268,24 +268,26 @@ def held(tables: residency.Tables) -> dict[int, int]:
 
 
 @given(
+    st.booleans(),
     st.lists(
         st.tuples(
             st.integers(0, LAYERS - 1),
             st.lists(st.integers(0, EXPERTS - 1), max_size=4, unique=True),
             st.lists(st.integers(0, EXPERTS - 1), max_size=4, unique=True),
+            st.lists(st.integers(0, EXPERTS - 1), max_size=2, unique=True),
             st.booleans(),
         ),
         max_size=30,
-    )
+    ),
 )
-def test_an_exchange_keeps_what_leaves_and_never_gives_up_the_only_one_for_a_read(
-    steps: list[tuple[int, list[int], list[int], bool]],
+def test_an_exchange_keeps_what_leaves_and_gives_up_only_what_the_kind_of_tier_may(
+    is_exclusive: bool, steps: list[tuple[int, list[int], list[int], list[int], bool]]
 ) -> None:
     """Against a plain account of which experts are kept, and which of them are readable elsewhere too."""
     tables, ranks = make(), residency.make_ranks(LAYERS * EXPERTS)
-    for number, (layer, coming, leaving, arrives) in enumerate(steps):
-        leaving = [expert for expert in leaving if expert not in coming]
-        size = max(len(coming), len(leaving))
+    for number, (layer, coming, leaving, later, arrives) in enumerate(steps):
+        leaving = [expert for expert in leaving if expert not in coming] if is_exclusive else []
+        size = max(len(coming), len(leaving)) if is_exclusive else 0
         if not coming:
             continue
         ranks.rank[:] = (np.arange(LAYERS * EXPERTS) * 7 + number) % 5
@@ -295,9 +297,19 @@ def test_an_exchange_keeps_what_leaves_and_never_gives_up_the_only_one_for_a_rea
         slots, found = np.full(len(coming), -1, np.int64), np.empty(len(coming), np.uint8)
         taken = np.empty(size, np.int64)
         numbers = [base + expert for expert in leaving] + [-1] * (size - len(leaving))
+        residency.announce(tables, layer, np.array(later, np.int64), True)
         residency.exchange(
-            tables, ranks, layer, np.array(coming, np.int64), np.array(numbers, np.int64), slots, found, taken
+            tables,
+            ranks,
+            layer,
+            np.array(coming, np.int64),
+            np.array(numbers, np.int64),
+            slots,
+            found,
+            taken,
+            is_exclusive,
         )
+        residency.announce(tables, layer, np.array(later, np.int64), False)
         after = held(tables)
         assert len(set(after.values())) == len(after)
         assert all(tables.slot_of[expert] == slot for expert, slot in after.items())
@@ -315,15 +327,18 @@ def test_an_exchange_keeps_what_leaves_and_never_gives_up_the_only_one_for_a_rea
             elif expert >= 0 and slot >= 0:
                 assert after[expert] == slot
                 assert tables.state[slot] == residency.LOADING
-        # What was readable nowhere else goes only for something that would be lost too.
+        # What was readable nowhere else goes only for something that would be lost too, or is read for an inclusive
+        # tier, and what the step will need never goes.
         lost = [expert for expert, was in state.items() if was == residency.READABLE and expert not in after]
-        assert len(lost) <= int(np.count_nonzero(taken >= 0))
+        read = 0 if is_exclusive else int(np.count_nonzero((slots >= 0) & (found == residency.MISS)))
+        assert len(lost) <= int(np.count_nonzero(taken >= 0)) + read
+        assert {base + expert for expert in later} & state.keys() <= after.keys()
         for slot in taken[taken >= 0].tolist():
             tables.state[slot], tables.leases[slot] = residency.READABLE, 0
         for slot in slots[slots >= 0].tolist():
             tables.leases[slot] = 0
             if arrives:
-                tables.state[slot] = residency.SPARE
+                tables.state[slot] = residency.SPARE if is_exclusive else residency.READABLE
             else:
                 residency.forget(tables, slot, quarantine=False)
     assert not tables.leases.any()

@@ -63,7 +63,7 @@ def prepare_step(name: str) -> None:
     lease(tables, policy.ranks, 0, expert, slots, found)
     release(tables, slots)
     free_slots(tables, 0, True)
-    exchange(tables, policy.ranks, 0, expert, expert, slots, found, slots.copy())
+    exchange(tables, policy.ranks, 0, expert, expert, slots, found, slots.copy(), True)
     settle(tables, 0)
 
 
