@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from threading import Thread
 from typing import TypeVar
 
+from expertstream.log import get_log
+
 T = TypeVar("T")
 
 
@@ -17,7 +19,10 @@ class Unfinished(Exception):
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises, from a thread of its own. Raises Unfinished after `limit_s` seconds."""
+    """What `call` returns or raises, from a thread of its own. Raises Unfinished after `limit_s` seconds.
+
+    Where the system has no thread to give, the call is made here, without a limit, and the log says so.
+    """
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -27,7 +32,11 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
             outcome.set_exception(error)
 
     thread = Thread(target=run, name="limited call", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # what Python says then
+        get_log().warning("no_limit", seconds=limit_s, reason=f"no thread could be started: {error}")
+        return call()
     thread.join(limit_s)
     if not outcome.done():
         frame = sys._current_frames().get(thread.ident or 0)

@@ -301,6 +301,7 @@ class ExpertStreamer:
         self._tier: HostTier | None = None
         # Reentrant, because the garbage collector may end an abandoned step in the middle of another one.
         self._lock = RLock()
+        self._closing = RLock()
         self._steps = self._hits = self._misses = self._host_hits = self._bytes_read = self._exhausted = 0
         self._h2d_bytes = 0
         self._disk_wait_s = 0.0
@@ -391,7 +392,10 @@ class ExpertStreamer:
         return self._reads[layer].positions
 
     def begin_pass(self, tokens: int) -> None:
-        """Tell the policy that a forward pass over `tokens` tokens begins: 1 in decode, more in prefill."""
+        """Tell the policy that a forward pass over `tokens` tokens begins: 1 in decode, more in prefill.
+
+        Raises UsageError for none, and as `raise_late_failure` what nobody has been told of yet.
+        """
         if tokens < 1:
             raise UsageError(f"a pass over {tokens} tokens: at least 1 is needed")
         self.raise_late_failure()
@@ -409,7 +413,7 @@ class ExpertStreamer:
             self._reap()
             error, self._late_error = self._late_error, None
             if error is None and self._tier is not None:
-                error, self._tier.error = self._tier.error, None
+                error = self._tier.take_error()
         if error is not None:
             raise error
 
@@ -516,7 +520,8 @@ class ExpertStreamer:
 
     def close(self) -> None:
         """End the reads under way and free everything; leases and views are dead. A second call does nothing."""
-        with ExitStack() as closing:  # each step is taken also where the one before is interrupted
+        # One at a time, and each step is taken also where the one before is interrupted.
+        with self._closing, ExitStack() as closing:
             closing.callback(self._close_stores)
             closing.callback(self._close_filler)
             if self._tier is not None:
@@ -538,7 +543,11 @@ class ExpertStreamer:
     def _close_stores(self) -> None:
         is_growing = self._tier is not None and self._tier.state.is_growing
         with self._lock:
-            written = {id(self._store_of_slot[slot][0]) for slot, load in self._loads.items() if load.is_abandoned}
+            written = {
+                id(self._store_of_slot[slot][0])
+                for slot, load in self._loads.items()
+                if load.is_abandoned or not load.ticket.done()  # not done where closing the filler was interrupted
+            }
         with ExitStack() as closing:  # not under the lock, which whatever the garbage collector ends here may want
             for store, _ in self._classes:
                 if is_growing:

@@ -115,12 +115,12 @@ class Model:
                 )
             self._ops = ops
             self._decoder = MoeModel(shape, weights, ops, self.streamer, planned.plan.demand.context_tokens)
+            self._memory = StoreMemory(0, 0)
+            self._memory = self._measured()
+            self._generating = False
+            self._closed = False
+            self._in_use = threading.RLock()
             self._opened = opened.pop_all()
-        self._generating = False
-        self._closed = False
-        self._in_use = threading.RLock()
-        self._memory = StoreMemory(0, 0)
-        self._memory = self._measured()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -200,10 +200,13 @@ class Model:
     def close(self) -> None:
         """End all threads and free the memory, once no thread is in a pass. A second call does nothing."""
         with self._in_use:
-            if not self._closed:
-                self._memory = self._measured()
-            self._closed = True
-            self._opened.close()
+            try:
+                if not self._closed:
+                    self._memory = self._measured()
+            finally:
+                self._closed = True
+                self._opened.close()
+                self.streamer.close()  # ends what an interrupt left of the call before
 
     def __enter__(self) -> Self:
         return self

@@ -803,6 +803,69 @@ def test_closing_ends_every_thread_and_what_comes_after_is_refused(written: chec
 
 
 @pytest.mark.usefixtures("no_thread_stays")
+def test_two_threads_that_close_at_once_close_everything_once(written: checkpoint_files.Written) -> None:
+    closing, again = threading.Event(), threading.Event()
+    closed: list[RawFile] = []
+
+    class SlowToClose:
+        """A real file that is being closed until another close of it begins, or half a second has passed."""
+
+        def __init__(self, path: Path, direct: bool) -> None:
+            self._raw = open_raw_file(path, direct)
+
+        def pread_into(self, buffer: memoryview, offset: int) -> int:
+            return self._raw.pread_into(buffer, offset)
+
+        def close(self) -> None:
+            closed.append(self)
+            if closing.is_set():
+                again.set()
+            closing.set()
+            again.wait(0.5)
+            self._raw.close()
+
+    streamer = open_streamer(written, open_file=SlowToClose)
+    errors: list[OSError] = []
+
+    def close() -> None:
+        try:
+            streamer.close()
+        except OSError as error:
+            errors.append(error)
+
+    first, second = threading.Thread(target=close), threading.Thread(target=close)
+    first.start()
+    closing.wait()
+    second.start()
+    first.join()
+    second.join()
+    assert errors == []
+    assert len(closed) == len(set(map(id, closed))) > 1
+
+
+def test_a_close_without_a_thread_to_be_had_still_closes_and_says_that_nothing_limits_it(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamer = open_streamer(written)
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "limited call":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with capture_logs() as events:
+        streamer.close()
+    assert {event["reason"] for event in events if event["event"] == "no_limit"} == {
+        "no thread could be started: can't start new thread"
+    }
+    for store, _ in streamer._classes:
+        with pytest.raises(StoreClosed):
+            store.device_view(0)
+
+
+@pytest.mark.usefixtures("no_thread_stays")
 def test_an_allocation_that_fails_leaves_nothing_open(written: checkpoint_files.Written) -> None:
     closed: list[int] = []
 

@@ -12,6 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from expertstream import UsageError
+from expertstream.filler import Filler
 from expertstream_engine import Model, open_model, session
 from expertstream_engine.cli.summary import prompt_line
 from expertstream_engine.model import MoeModel
@@ -144,6 +145,25 @@ def test_letting_go_of_a_generation_is_enough_for_the_next_one() -> None:
         with pytest.raises(UsageError, match="exhaust or close"):
             next(model.generate([5, 6, 7], 4))
         held.close()
+
+
+@pytest.mark.parametrize(("owner", "method"), [(Model, "_measured"), (Filler, "close")])
+def test_a_close_that_is_interrupted_can_be_made_again(
+    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: object) -> None:
+        raise KeyboardInterrupt
+
+    before = set(threading.enumerate())
+    model = open_model(expert_memory="25%")
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.close()
+    model.close()
+    assert set(threading.enumerate()) <= before
+    with pytest.raises(UsageError, match="closed"):
+        model.generate("In the beginning").__next__()
 
 
 def test_a_model_closed_by_another_thread_ends_the_generation_and_does_not_hang() -> None:
