@@ -130,3 +130,20 @@ def test_mistakes_in_the_program_are_not_taken_for_the_drivers(cupy: MagicMock, 
     cupy.cuda.runtime.memsetAsync.side_effect = RuntimeError("a mistake")
     with pytest.raises(RuntimeError, match="a mistake"):
         ops.zeros(4)
+
+
+def test_work_that_was_interrupted_is_not_recorded_before_it_has_run_once(cupy: MagicMock, ops: Any) -> None:
+    stream = cupy.cuda.Stream.return_value
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(stream.begin_capture.called)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ops.repeated("a", work)
+    for _ in range(3):
+        ops.repeated("a", work)
+    assert seen == [False, False, True]
+    assert stream.end_capture.return_value.launch.call_count == 2

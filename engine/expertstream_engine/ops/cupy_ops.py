@@ -126,8 +126,9 @@ class CupyOps:
         found = recordings.get(key)
         if found is None:
             # The first time it only runs, and so brings about what a recording must not: plans and compiled kernels.
-            recordings[key] = _Recording(None, None, [])
-            return work()
+            first = work()
+            recordings[key] = _Recording(None, None, [])  # no sooner: half of it brings about half of that
+            return first
         if found.graph is None:
             found = recordings[key] = self._recorded(work)
         with _DRIVER_CALLS:
