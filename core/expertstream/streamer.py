@@ -25,15 +25,16 @@ from expertstream import residency
 from expertstream.backends import Backend
 from expertstream.checkpoint.index import Checkpoint, ExpertLayer
 from expertstream.config import IoMode
-from expertstream.errors import MachineError, StoreClosed, UsageError
+from expertstream.errors import StoreClosed, UsageError
 from expertstream.filler import Fill, Filler, OpenFile, PartRead, Ticket, open_raw_file
 from expertstream.host_tier import HostTier, TierClass, TierState
 from expertstream.limits import Unfinished, within
+from expertstream.loads import Load, Promotion
 from expertstream.log import get_log
 from expertstream.planner import Plan
 from expertstream.policies import make_policy
 from expertstream.size_classes import part_shift
-from expertstream.slots import Commit, ExpertKey, SlotStore, StoreMemory
+from expertstream.slots import ExpertKey, SlotStore, StoreMemory
 
 LOOKAHEAD = 16
 """Experts that a step in rounds has under way or leased at once: a drive's queue is full, and few slots churn."""
@@ -93,7 +94,7 @@ class Lease:
         self.ready = streamer._positions[: experts.size]
         self.pending = streamer._positions[:0]
         self._streamer: ExpertStreamer | None = streamer
-        self._waiting: dict[int, _Load] = {}  # positions that are not readable, with what loads them
+        self._waiting: dict[int, Load] = {}  # positions that are not readable, with what loads them
         self._parts: tuple[Lease, ...] = ()
 
     def __len__(self) -> int:
@@ -153,97 +154,6 @@ class Lease:
         return self._streamer
 
 
-class _Promotion:
-    """In place of a ticket: the expert was in the host tier, so nothing is read, and its commit begins at once."""
-
-    __slots__ = ("commit", "error")
-
-    abandoned = False
-
-    def __init__(self) -> None:
-        self.commit: Commit | None = None
-        self.error: Exception | None = None
-
-    def done(self) -> bool:
-        return self.commit is not None or self.error is not None
-
-    def wait(self) -> Commit:
-        if self.error is not None:
-            raise self.error
-        assert self.commit is not None, "a promotion is over before anyone knows of it"
-        return self.commit
-
-
-class _Load:
-    """An expert on its way into a slot. It ends once, under the streamer's lock, by whoever finds it over first."""
-
-    __slots__ = (
-        "error",
-        "expert_bytes",
-        "host_slot",
-        "is_arrived",
-        "is_ended",
-        "is_ordered",
-        "is_stuck",
-        "slot",
-        "ticket",
-    )
-
-    def __init__(self, slot: int, ticket: Ticket | _Promotion, expert_bytes: int, host_slot: int = -1) -> None:
-        self.slot = slot
-        self.ticket = ticket
-        self.expert_bytes = expert_bytes
-        self.host_slot = host_slot  # which the bytes come through, -1 for none
-        self.error: Exception | None = None
-        self.is_arrived = False  # the bytes are in host memory, and counted
-        self.is_ordered = False  # work on a stream goes on as if the bytes were there
-        self.is_stuck = False  # its commit does not end
-        self.is_ended = False  # it has failed, and its error says where
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether the slot may still be written to although nobody waits any more."""
-        if self.is_stuck:
-            try:
-                self.is_stuck = not self.ticket.wait().done()
-            except Exception:  # noqa: BLE001  # it has failed by now, so it is over; why it was given up is known
-                self.is_stuck = False
-        return self.is_stuck or self.ticket.abandoned
-
-    def wait_for_bytes(self) -> None:
-        """Block until the bytes are in host memory, or never will be: `error` then says why."""
-        try:
-            self.ticket.wait()
-        except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
-            self.error = error
-
-    def wait(self, stream: int | None, left_s: float, limit_s: float) -> None:
-        """Block until the host, or work launched on `stream`, sees the bytes, or never will: `error` then says why.
-
-        A commit that the host waits for is given up when what is left of the limit is over.
-        """
-        try:
-            commit = self.ticket.wait()
-            if stream is not None:
-                commit.order_before(stream)
-                self.is_ordered = True
-            elif not commit.done():
-                within(left_s, commit.wait)
-        except Unfinished:
-            self.is_stuck = True
-            self.error = MachineError(f"a commit has not ended for {limit_s:.3g} s, and was given up: nothing answers")
-        except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
-            self.error = error
-
-    def is_visible(self) -> bool:
-        """True once everybody sees the bytes, False while not or never; the ticket is done."""
-        try:
-            return self.error is None and self.ticket.wait().done()
-        except Exception as error:  # noqa: BLE001  # whoever needs the expert raises it
-            self.error = error
-            return False
-
-
 @frozen(eq=False)
 class _LayerReads:
     """Where the parts of a layer's experts are read from and to, ready for the filler."""
@@ -294,7 +204,7 @@ class ExpertStreamer:
         self._positions = np.arange(self.experts_per_layer)
         self._ones = np.ones(self.experts_per_layer, np.int64)
         self._pass_tokens = 1
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, Load] = {}
         self._late_error: Exception | None = None
         self._limit_s = read_timeout_s
         self._copies = not backend.host_memory_is_device_addressable()
@@ -576,7 +486,7 @@ class ExpertStreamer:
             )
         return wanted
 
-    def _step(self, lease: Lease) -> _Load | None:
+    def _step(self, lease: Lease) -> Load | None:
         """Lease all and load what is missing, or answer with a load that has a slot needed here, to be waited for."""
         found = np.empty(lease.experts.size, np.uint8)
         with self._lock:
@@ -726,7 +636,7 @@ class ExpertStreamer:
         size_bytes = self._reads[layer].expert_bytes
         host_slots, kept = np.full(experts.size, -1, np.int64), np.zeros(experts.size, np.bool_)
         tickets: Sequence[Ticket] = ()
-        loads: list[_Load] = []
+        loads: list[Load] = []
         try:
             if self._tier is not None:
                 evicted = self._tables.evicted[: experts.size].copy()
@@ -736,19 +646,19 @@ class ExpertStreamer:
             tickets = filler.prepare([self._fill(layer, *route) for *route, is_kept in routes if not is_kept])
             unused = iter(tickets)
             loads = [
-                _Load(slot, _Promotion() if is_kept else next(unused), size_bytes, host_slot)
+                Load(slot, Promotion() if is_kept else next(unused), size_bytes, host_slot)
                 for _, slot, host_slot, is_kept in routes
             ]
             # Known before they run: whatever interrupts us now, the slots are not given away while they are written.
             self._loads |= {load.slot: load for load in loads}
             filler.start(tickets)
             for load in loads:
-                if isinstance(load.ticket, _Promotion):
+                if isinstance(load.ticket, Promotion):
                     self._promote(load, load.ticket)
         except BaseException as error:
             filler.cancel(tickets)
             for load in loads:
-                if isinstance(load.ticket, _Promotion) and not load.ticket.done():
+                if isinstance(load.ticket, Promotion) and not load.ticket.done():
                     load.ticket.error = UsageError(f"slot {load.slot} was not filled: {type(error).__name__}")
             in_use = {load.host_slot for load in self._loads.values()}
             for host_slot in host_slots.tolist():
@@ -757,7 +667,7 @@ class ExpertStreamer:
             raise
         return int(np.count_nonzero(kept))
 
-    def _promote(self, load: _Load, promotion: _Promotion) -> None:
+    def _promote(self, load: Load, promotion: Promotion) -> None:
         """Begin the commit of what the host tier keeps; under the lock."""
         assert self._tier is not None, "nothing is promoted without a host tier"
         store, local = self._store_of_slot[load.slot]
@@ -787,7 +697,7 @@ class ExpertStreamer:
             None if host_slot < 0 or self._tier is None else partial(self._tier.stage, host_slot, local),
         )
 
-    def _wait(self, loads: Collection[_Load], stream: int | None) -> None:
+    def _wait(self, loads: Collection[Load], stream: int | None) -> None:
         """Wait for all of these; what failed has its error."""
         began = time.perf_counter()
         waits_for_disk = not all(load.ticket.done() for load in loads)
@@ -824,15 +734,15 @@ class ExpertStreamer:
                     self._leave_host_slot(load)
                     del self._loads[load.slot]
 
-    def _count(self, load: _Load) -> None:
+    def _count(self, load: Load) -> None:
         """Count what has arrived in host memory and is being committed; under the lock."""
         store, _ = self._store_of_slot[load.slot]
-        if not isinstance(load.ticket, _Promotion):
+        if not isinstance(load.ticket, Promotion):
             self._bytes_read += load.expert_bytes
         if self._copies:
             self._h2d_bytes += store.layout.slot_bytes
 
-    def _leave_host_slot(self, load: _Load) -> None:
+    def _leave_host_slot(self, load: Load) -> None:
         """A load has ended: the host slot that it came through keeps the bytes or, if need be, not; under the lock."""
         host_slot, load.host_slot = load.host_slot, -1
         if self._tier is None or host_slot < 0:
@@ -842,7 +752,7 @@ class ExpertStreamer:
         else:
             self._tier.publish(host_slot)
 
-    def _stray_load(self, layer: int) -> _Load | None:
+    def _stray_load(self, layer: int) -> Load | None:
         """A load under way that nobody waits for any more, and whose slot the layer could have; under the lock."""
         first, end = self._tables.slot_range[layer]
         for load in self._loads.values():
