@@ -21,6 +21,7 @@ from checkpoint_files import write_checkpoint
 from expertstream import policy_names
 from expertstream_engine import BUNDLED_MODEL, RunSettings, SamplingSettings
 from expertstream_engine.cli.commands import app
+from expertstream_engine.cli.plan import plan
 from expertstream_engine.cli.run import run
 from expertstream_engine.settings import COMMAND_LINE_ONLY
 
@@ -243,7 +244,9 @@ class TestRefusals:
         options = {name for name in inspect.signature(run).parameters if name not in ("config", "as_json")}
         settings = {attribute.name for attribute in attrs.fields(RunSettings)} | {"backend_option"}
         assert options - settings <= COMMAND_LINE_ONLY
+        assert settings - options == {"backends"}  # the tables of backends' options, which backend_option fills
         assert not settings & COMMAND_LINE_ONLY
+        assert set(inspect.signature(plan).parameters) <= set(inspect.signature(run).parameters)
 
     def test_an_import_that_fails_is_said_without_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "expertstream"]:
