@@ -28,6 +28,7 @@ from expertstream.errors import (
     BackendUnavailable,
     ConfigError,
     ExpertstreamError,
+    MachineError,
     UsageError,
 )
 from expertstream.hook_checks import PluginHooks, check_hooks, check_observer, marked_hooks
@@ -234,7 +235,7 @@ class Backend:
     def _checked(self, hook: str, kind: type[T], answer: object) -> T:
         if isinstance(answer, kind):
             return answer
-        remedy = ""
+        remedy = f"; expertstream.hookspecs.{hook} says what a backend answers there"
         if answer is None and kind is Commit:
             remedy = "; return READY where there is nothing to wait for"
         elif answer is not None and kind in (Commit, SlotStore, HostSlots):
@@ -250,9 +251,9 @@ def open_backend(
     Usable: it can be imported and checked, and after its options it answers whether host memory is addressable and
     what the device is. `observers` are plugins of hook wrappers (logging, counting, fault injection), outermost last.
     Each backend gets the `options` that are for it. Every refusal of one of several is logged as `backend_refused`;
-    when all are refused, the error gives every reason. Raises BackendNotFound, BackendUnavailable,
-    BackendContractError for what is not a backend, ConfigError for options, also where others could be tried, and
-    UsageError for an observer with hooks that would never be called.
+    when all are refused, the error gives every reason. Raises BackendNotFound, BackendUnavailable, MachineError for a
+    device that fails, BackendContractError for what is not a backend, ConfigError for options, also where others could
+    be tried, and UsageError for an observer with hooks that would never be called.
     """
     wanted = [names] if isinstance(names, str) else list(names)
     installed = installed_backends()
@@ -261,12 +262,12 @@ def open_backend(
     _refuse_stray_options(options, wanted, installed)
     observers = tuple(observers)
     _check_observers(observers)
-    refusals: list[BackendNotFound | BackendUnavailable | BackendContractError] = []
+    refusals: list[ExpertstreamError] = []
     for name in wanted:
         try:
             offer = _offer(name, installed)
             backend = _started(offer, *_imported(offer), observers, options)
-        except (BackendNotFound, BackendUnavailable, BackendContractError) as refusal:
+        except (BackendNotFound, BackendContractError, MachineError) as refusal:  # unavailable is a MachineError too
             if len(wanted) == 1:
                 raise
             get_log().warning("backend_refused", backend=name, reason=str(refusal))

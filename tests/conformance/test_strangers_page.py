@@ -28,3 +28,10 @@ def test_it_uses_public_names_only() -> None:
 
 def test_the_readme_shows_the_text_that_runs() -> None:
     assert PAGE.read_text(encoding="utf-8") in README.read_text(encoding="utf-8"), f"put {PAGE} into README.md"
+
+
+def test_the_readme_shows_the_project_file_that_is_installed() -> None:
+    """But for the entry point of its own additions to the suite, which the page tells of later."""
+    project = (STRANGER / "pyproject.toml").read_text(encoding="utf-8")
+    shown = project[: project.index('\n[project.entry-points."expertstream.conformance"]')]
+    assert f"```toml\n{shown}```\n" in README.read_text(encoding="utf-8"), "put it into README.md"

@@ -17,6 +17,7 @@ from expertstream import (
     BackendNotFound,
     BackendUnavailable,
     Commit,
+    DeviceOutOfMemory,
     ExpertKey,
     SlotBudget,
     SlotLayout,
@@ -328,7 +329,7 @@ def test_everything_that_breaks_the_contract_is_told_at_once_and_no_hook_has_run
         ("describe_device", None, "describe_device returned None, not a DeviceDescription"),  # not the default's answer
         ("describe_device", "a device", "returned 'a device', not a DeviceDescription"),
         ("budget_for_expert_size", None, "budget_for_expert_size returned None, not a SlotBudget"),
-        ("budget_for_expert_size", 3, "returned 3, not a SlotBudget"),
+        ("budget_for_expert_size", 3, r"returned 3, not a SlotBudget; expertstream\.hookspecs\.budget_for_"),
         ("budget_for_expert_size", SlotBudget(9, "more"), "granted 9 slots, 3 were asked for"),
         ("alloc_slot_store", None, "alloc_slot_store returned None"),
         (
@@ -433,6 +434,18 @@ def test_a_hook_that_lets_a_foreign_error_escape_is_named_at_start_up(install: I
     install("leaky", module)
     with pytest.raises(BackendContractError, match=r"describe_device raised RuntimeError: driver says 999"):
         open_backend("leaky")
+
+
+def test_a_device_that_fails_while_it_is_opened_gives_the_next_backend_its_turn(install: Install) -> None:
+    module = sound()
+    vars(module)["describe_device"] = hookimpl(_raising("describe_device", DeviceOutOfMemory("the device is full")))
+    install("full", module)
+    install("bare", sound())
+    with capture_logs() as events:
+        assert open_backend(["full", "bare"]).name == "bare"
+    assert [event["reason"] for event in events if event["event"] == "backend_refused"] == ["the device is full"]
+    with pytest.raises(DeviceOutOfMemory, match="the device is full"):
+        open_backend("full")
 
 
 def test_the_backend_is_asked_once_whether_host_memory_is_addressable(install: Install) -> None:
