@@ -16,7 +16,7 @@ def seed_experts(hottest: Sequence[ExpertKey], slot_count: int) -> Sequence[Expe
 
 @hookimpl
 def describe_device() -> DeviceDescription:
-    """A device that its backend does not describe."""
+    """A device that its backend does not describe, with slots in host memory."""
     return DeviceDescription("not described by its backend")
 
 

@@ -141,10 +141,13 @@ def measure_store(store: SlotStore) -> StoreMemory:
 
 @hookspec(firstresult=True)
 def describe_device() -> DeviceDescription:
-    """Name the device and its memory, for people.
+    """Name the device and its memory, for people, and say in which type of memory kernels find the slots.
 
-    Optional; by default a description that says nothing is known. May ask the driver, allocates nothing; called
-    at any time, as often as someone looks. Raises BackendUnavailable as `host_memory_is_device_addressable` does.
+    Optional; by default nothing is known but that the slots are host memory. By `dlpack_type` an engine decides, before
+    anything is allocated, which of its kernels read the slots, whether it has any, and whether what it keeps beside the
+    slots takes host memory or the device's; a store whose views say another type is refused. May ask the driver,
+    allocates nothing; called at any time, as often as someone looks, and the type is always the same for the same
+    options. Raises BackendUnavailable as `host_memory_is_device_addressable` does.
     """
 
 

@@ -81,11 +81,16 @@ class SlotBudget:
 
 @frozen
 class DeviceDescription:
-    """A device's name and its memory in bytes, for people; None where nobody knows."""
+    """A device's name and its memory in bytes, for people, None where nobody knows; for engines, where its slots are.
+
+    `dlpack_type` is what every view of its stores answers first to `__dlpack_device__`: a type of memory as dlpack.h
+    numbers them (DLDeviceType), of which 1 is host memory.
+    """
 
     name: str
     memory_bytes: int | None = None
     free_bytes: int | None = None
+    dlpack_type: int = field(default=1, validator=validators.ge(1))
 
 
 @frozen

@@ -42,6 +42,7 @@ CAUGHT_BY = {
     "commits_lost_under_threads": "test_eight_fillers_at_once_lose_no_commit",
     "commits_overtake": "test_refills_of_one_slot_land_in_the_order_of_their_commits",
     "copies_lost_until_missed": "test_any_order_of_calls_leaves_the_last_committed_expert",
+    "describes_other_memory": "test_views_are_memory_of_the_type_that_was_described",
     "device_error_swallowed": "test_a_commit_that_failed_says_so",
     "discard_leaks": "test_discarded_staging_is_lent_again",
     "done_too_soon": "test_a_commit_that_is_done_shows_its_bytes",

@@ -134,6 +134,7 @@ def test_a_backend_of_the_required_hooks_alone_is_complete(install: Install) -> 
     keys = [ExpertKey(0, expert) for expert in range(5)]
     assert backend.seed_experts(keys, 2) == keys[:2]
     assert backend.describe_device().name
+    assert backend.describe_device().dlpack_type == 1
     assert backend.launch_read(Store(LAYOUT, 1), 0, 0, 5) is None
     assert backend.implemented == {
         *("host_memory_is_device_addressable", "budget_for_expert_size", "alloc_slot_store", "commit_slot")

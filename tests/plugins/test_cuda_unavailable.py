@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from expertstream import AvailableMemory, BackendUnavailable, MachineError, open_backend, probe_backends
+from expertstream.config import BackendOption
 from expertstream_cuda import device as device_module
 from expertstream_cuda_unified import HEADROOM_PERCENT, one_pool_budget
 
@@ -136,6 +137,20 @@ def test_a_device_that_cannot_read_host_memory_is_refused_by_attribute(monkeypat
 def test_a_device_that_reads_host_memory_is_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeRuntime(1))
     assert open_backend("cuda_unified").host_memory_is_device_addressable() is True
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("cuda_discrete", {}), ("cuda_unified", {}), ("cuda_unified", {"mapped": True})],
+)
+def test_slots_are_described_as_the_memory_that_cupy_takes_them_for(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, object]
+) -> None:
+    runtime = FakeRuntime(1)
+    runtime.free = 60 * GIB
+    install(monkeypatch, runtime)
+    backend = open_backend(name, options=[BackendOption(name, key, value) for key, value in options.items()])
+    assert backend.describe_device().dlpack_type == 2  # kDLCUDA: dlpack.h
 
 
 def test_the_cpu_backend_never_loads_cuda() -> None:

@@ -356,3 +356,10 @@ class TestMlx:
         assert budget.slots == 2
         assert "working set of 4294967296 bytes, as M0 says" in budget.reason
         assert backend.describe_device().name == "M0"
+
+    @pytest.mark.parametrize(("views", "dlpack_type"), [("numpy", 1), ("mlx", 8)])
+    def test_the_description_says_whose_views_there_will_be(
+        self, monkeypatch: pytest.MonkeyPatch, views: str, dlpack_type: int
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "mlx.core", MlxStandIn())  # type: ignore[arg-type]  # as above
+        assert opened(views=views).describe_device().dlpack_type == dlpack_type

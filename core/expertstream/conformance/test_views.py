@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,18 @@ def test_a_view_hands_its_memory_on_through_dlpack(open_slots: OpenSlots) -> Non
     device_type, device_number = view.__dlpack_device__()  # type: ignore[attr-defined]  # views are typed as object
     assert int(device_type) > 0
     assert int(device_number) >= 0
+
+
+@pytest.mark.hook("describe_device", "alloc_slot_store")
+def test_views_are_memory_of_the_type_that_was_described(backend: Backend, open_slots: OpenSlots) -> None:
+    described = backend.describe_device().dlpack_type
+    stores = [open_slots(layout, 2).store for layout in (SMALL, LARGE)]
+    views: list[Any] = [store.device_view(slot) for store in stores for slot in range(2)]
+    found = [int(view.__dlpack_device__()[0]) for view in views]
+    assert found == [described] * len(views), (
+        f"describe_device says dlpack_type {described}; the views say {sorted(set(found))}"
+    )
+    assert backend.describe_device().dlpack_type == described
 
 
 @pytest.mark.hook("alloc_slot_store")

@@ -13,6 +13,10 @@ from attrs import field, frozen
 
 from expertstream import BackendUnavailable, CommitFailed, DeviceDescription, MachineError, get_log
 
+DLPACK_TYPE = 2
+"""What the arrays of `Device.view` say by DLPack: kDLCUDA. CuPy asks the driver about an address and says so of all but
+managed memory, which no store here is made of: of device memory, and of host memory, registered or not."""
+
 _NO_DEVICE, _DRIVER_TOO_OLD = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficientDriver: driver_types.h
 
 
@@ -46,9 +50,9 @@ class Device:
         return free_bytes, total_bytes
 
     def describe(self) -> DeviceDescription:
-        """Its name and memory, for people."""
+        """Its name and memory, for people, with slots that `view` shows."""
         free_bytes, total_bytes = self.memory()
-        return DeviceDescription(self.name, total_bytes, free_bytes)
+        return DeviceDescription(self.name, total_bytes, free_bytes, DLPACK_TYPE)
 
     def view(self, address: int, size_bytes: int, owner: object) -> Any:
         """A CuPy array (size_bytes,) uint8 of memory that kernels read there; it keeps `owner` alive."""

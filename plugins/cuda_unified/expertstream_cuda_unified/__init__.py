@@ -97,8 +97,8 @@ def commit_slot(store: SlotStore, staging: Staging) -> Commit:
 
 @hookimpl
 def describe_device() -> DeviceDescription:
-    """The device's name; its memory is the machine's."""
-    return DeviceDescription(_device().name, None, available_memory().bytes)
+    """The device's name; its memory is the machine's. Views of it are the device's all the same, `mapped` or not."""
+    return DeviceDescription(_device().name, None, available_memory().bytes, expertstream_cuda.DLPACK_TYPE)
 
 
 @hookimpl

@@ -26,7 +26,7 @@ from expertstream import (
     available_memory,
     hookimpl,
 )
-from expertstream_metal_compat.mlx import Mlx, find_mlx
+from expertstream_metal_compat.mlx import DLPACK_TYPE, Mlx, find_mlx
 from expertstream_metal_compat.store import WiredStore, Wiring, slot_stride_bytes
 from expertstream_metal_compat.wiring import wirable_bytes
 
@@ -122,10 +122,11 @@ def measure_store(store: SlotStore) -> StoreMemory:
 
 @hookimpl
 def describe_device() -> DeviceDescription:
-    """The device that MLX names, else the processor; and the memory that this process may still take."""
+    """The device that MLX names, else the processor; the memory that this process may still take; its views' type."""
     mlx = find_mlx()
     name = mlx.device_name if mlx else platform.processor() or platform.machine()
-    return DeviceDescription(name, mlx.memory_bytes if mlx else None, available_memory().bytes)
+    dlpack_type = DLPACK_TYPE if _options.views == "mlx" else 1  # numpy's arrays are host memory
+    return DeviceDescription(name, mlx.memory_bytes if mlx else None, available_memory().bytes, dlpack_type)
 
 
 @hookimpl

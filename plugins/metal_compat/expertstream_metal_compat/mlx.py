@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from expertstream import BackendUnavailable
 
+DLPACK_TYPE = 8
+"""What every MLX array says of its memory by DLPack on a machine with Metal: kDLMetal."""
+
 
 @frozen
 class Mlx:
