@@ -14,11 +14,10 @@ backend leaves out, and any observers, so every hook has one answer. Three rules
 
 Order: `configure`, `host_memory_is_device_addressable`, `describe_device`; then for each size class
 `budget_for_expert_size`; then for each `alloc_slot_store`; then `seed_experts` and commits, and `alloc_host_slots`
-meanwhile; `SlotStore.close` last. Before all of them an engine may ask for a store of one small slot, to see where its
-views lie, and closes it. All but `commit_slot`, `launch_read`, `alloc_host_slots` and `measure_store` are called from
-one thread at a time. A backend may be opened several times in one process, one after the other or side by side, so what
-it keeps belongs to its stores, but for its options: those are the caller's at every call but of the hooks that are
-given a store, which go by their store.
+meanwhile; `SlotStore.close` last. All but `commit_slot`, `launch_read`, `alloc_host_slots` and `measure_store` are
+called from one thread at a time. A backend may be opened several times in one process, one after the other or side by
+side, so what it keeps belongs to its stores, but for its options: those are the caller's at every call but of the hooks
+that are given a store, which go by their store.
 
 Lifetimes: a store lives from `alloc_slot_store` to `close`, a view as long as its store, a staging until its
 commit or discard, a Commit as long as anyone holds it, also after the slot has been filled anew.

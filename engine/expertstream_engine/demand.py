@@ -45,11 +45,15 @@ expert at most once."""
 
 @frozen(eq=False)
 class PlannedRun:
-    """A model that was found fit to run on a backend, with the memory it will take. Nothing is loaded yet."""
+    """A model that was found fit to run on a backend, with the memory it will take. Nothing is allocated yet.
+
+    It was planned for slots in memory of `dlpack_type`, as the backend described itself.
+    """
 
     checkpoint: Checkpoint
     shape: ModelShape
     backend: Backend
+    dlpack_type: int
     plan: Plan
     hotlist: Hotlist | None
 
@@ -71,7 +75,8 @@ def plan_run(
         for file in checkpoint.files:
             SourceFile(file, "direct").close()  # refuses it; the streamer opens its own
     hotlist = choose_hotlist(checkpoint, settings.hotlist)
-    on_device = computes_on_device(backend)
+    dlpack_type = backend.describe_device().dlpack_type
+    on_device = computes_on_device(backend, dlpack_type)
     if on_device and settings.threads is not None:
         get_log().warning("threads_not_used", threads=settings.threads, reason="a device computes, not the CPU")
     context = context_tokens(shape, settings)
@@ -85,7 +90,7 @@ def plan_run(
         host_request=settings.host_memory,
         host_tiering=settings.host_tier,
     )
-    return PlannedRun(checkpoint, shape, backend, plan, hotlist)
+    return PlannedRun(checkpoint, shape, backend, dlpack_type, plan, hotlist)
 
 
 def check_runnable(checkpoint: Checkpoint) -> ModelShape:

@@ -32,7 +32,7 @@ from expertstream import (
 )
 from expertstream_engine.demand import LARGEST_BATCH_TOKENS, PlannedRun, plan_run
 from expertstream_engine.model import MoeModel
-from expertstream_engine.ops import ops_for
+from expertstream_engine.ops import check_view, ops_for
 from expertstream_engine.ops.protocol import F32, I64
 from expertstream_engine.prompts import Prompts
 from expertstream_engine.report import GenerationReport, peak_rss_bytes, rss_bytes
@@ -75,7 +75,8 @@ class Model:
     ) -> None:
         """Load what was planned. Compiles the kernels that the file needs, or takes them from the cache.
 
-        `prompts` are of the same plan, for a caller who has checked a prompt before loading.
+        `prompts` are of the same plan, for a caller who has checked a prompt before loading. Raises
+        BackendContractError, before weights are loaded, where slots are not in the memory that they were planned for.
         """
         self.planned = planned
         self.settings = settings
@@ -99,6 +100,8 @@ class Model:
                     read_timeout_s=settings.read_timeout_s,
                 )
             )
+            for slot in range(self.streamer.slot_count):
+                check_view(planned.backend, planned.dlpack_type, slot, self.streamer.device_view(slot))
             ops = ops_for(self.streamer.device_view(0), settings.threads)
             ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0))
             self._tell_tier(progress)

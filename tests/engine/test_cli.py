@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import inspect
 import json
+import mmap
 import os
 import re
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -260,7 +262,8 @@ class TestRefusals:
         def refusing(*_: object, **__: object) -> None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-        monkeypatch.setattr("expertstream_cpu.mmap.mmap", refusing)
+        of_the_backend = types.SimpleNamespace(**vars(mmap) | {"mmap": refusing})  # the filler gets its pages
+        monkeypatch.setattr("expertstream_cpu.mmap", of_the_backend)
         result = call("run", *PROMPT, "-n", "1", "--expert-memory", "25%")
         assert result.exit_code == 2
         assert result.stderr.count("Cannot allocate memory") == 1
@@ -395,6 +398,13 @@ class TestPlan:
             "available",
         ):
             assert row in shown
+
+    @pytest.mark.parametrize("backend", ["cpu", "metal_compat", "fakedevice"])
+    def test_it_allocates_no_slots(self, backend: str) -> None:
+        result = call("plan", BUNDLED_MODEL, "--backend", backend, "--verbose")
+        assert result.exit_code == 0, result.stderr
+        assert "slots_granted" in result.stderr
+        assert "slot_store" not in result.stderr
 
     def test_what_python_itself_takes_is_told_beside_the_total(self) -> None:
         planned = json_of("plan", BUNDLED_MODEL)

@@ -1,9 +1,13 @@
-"""Which kernels read a backend's slots: decided by where the memory is, as DLPack says, and by nothing else."""
+"""Which kernels read a backend's slots: decided by where the memory is, as DLPack numbers it, and by nothing else.
+
+The backend describes it before there are slots, and its views must agree.
+"""
 
 from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ from structlog.testing import capture_logs
 
 import expertstream_cpu
 import expertstream_engine.session as session
-from expertstream import BackendUnavailable, usable_cores
+from expertstream import BackendContractError, BackendUnavailable, DeviceDescription, hookimpl, usable_cores
 from expertstream_engine import BUNDLED_MODEL, open_model
 from expertstream_engine.demand import plan_run
 from expertstream_engine.ops import address_of, ops_for
@@ -36,12 +40,32 @@ class View:
         return self._device_type, 0
 
 
-def show_as(device_type: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU backend's views have DLPack alone, of that device type."""
+def describe_as(device_type: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU backend say that its slots are memory of that device type."""
+
+    def describe_device() -> DeviceDescription:
+        return DeviceDescription("described by a test", dlpack_type=device_type)
+
+    monkeypatch.setattr(expertstream_cpu, "describe_device", hookimpl(describe_device))
+
+
+def show_as(device_type: int, monkeypatch: pytest.MonkeyPatch, from_slot: int = 0) -> None:
+    """Let the CPU backend's views have DLPack alone, from a slot on of that device type."""
     real = expertstream_cpu.HostStore.device_view
     monkeypatch.setattr(
-        expertstream_cpu.HostStore, "device_view", lambda store, slot: View(real(store, slot), device_type)
+        expertstream_cpu.HostStore,
+        "device_view",
+        lambda store, slot: View(real(store, slot), device_type if slot >= from_slot else HOST),
     )
+
+
+def never_called(what: str) -> Callable[..., Any]:
+    """In the place of what must not happen."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError(what)
+
+    return fail
 
 
 def test_a_view_with_dlpack_alone_is_enough_to_run_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,18 +89,36 @@ def test_a_host_view_is_found_where_its_bytes_are() -> None:
 
 
 @pytest.mark.parametrize("device_type", [CUDA_HOST, METAL])
-def test_memory_that_no_kernels_read_is_refused_before_weights_are_loaded(
+def test_memory_that_no_kernels_read_is_refused_before_anything_is_allocated(
     monkeypatch: pytest.MonkeyPatch, device_type: int
 ) -> None:
-    def load_resident(*_: object) -> None:
-        raise AssertionError("weights were loaded")
+    describe_as(device_type, monkeypatch)
+    monkeypatch.setattr(expertstream_cpu, "HostStore", never_called("slots were allocated"))
+    with pytest.raises(
+        BackendUnavailable, match=rf"'cpu' are memory of DLPack device type {device_type}, .* 1 \(host\)"
+    ):
+        plan_run(BUNDLED_MODEL, RunSettings())
 
-    show_as(device_type, monkeypatch)
-    monkeypatch.setattr(session, "load_resident", load_resident)
-    with pytest.raises(BackendUnavailable, match=rf"DLPack device type {device_type}, as a View, .* 1 \(host\)"):
+
+@pytest.mark.parametrize(
+    ("described", "shown", "from_slot"), [(HOST, CUDA, 0), (HOST, METAL, 3), (CUDA, HOST, 0), (CUDA, CUDA_MANAGED, 0)]
+)
+def test_views_that_are_not_as_described_are_refused_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, described: int, shown: int, from_slot: int
+) -> None:
+    describe_as(described, monkeypatch)
+    show_as(shown, monkeypatch, from_slot)
+    monkeypatch.setattr(session, "load_resident", never_called("weights were loaded"))
+    monkeypatch.setattr(session, "ops_for", never_called("an array library was chosen"))
+    refusal = rf"backend 'cpu' .* slot {from_slot}, a View, .* device type {shown}; .* planned for {described}, "
+    with pytest.raises(BackendContractError, match=refusal):
+        open_model(BUNDLED_MODEL, expert_memory="50%")
+
+
+def test_a_view_without_dlpack_is_the_backends_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expertstream_cpu.HostStore, "device_view", lambda store, slot: b"no memory of anyone's")
+    with pytest.raises(BackendContractError, match=r"'cpu' .* __dlpack_device__ of a view raised AttributeError"):
         open_model(BUNDLED_MODEL)
-    with pytest.raises(BackendUnavailable, match=f"DLPack device type {device_type}"):
-        address_of(View(np.zeros(1, np.uint8), device_type))
 
 
 @pytest.mark.parametrize("device_type", [CUDA, CUDA_MANAGED])
@@ -90,7 +132,7 @@ def test_threads_that_were_set_are_said_to_be_unused_where_a_device_computes(
     view = View(np.zeros(1, np.uint8), device_type)
     assert ops_for(view, None) == ("on device", 3)
     assert address_of(view) == 4096
-    show_as(device_type, monkeypatch)
+    describe_as(device_type, monkeypatch)
     with capture_logs() as events:
         assert plan_run(BUNDLED_MODEL, RunSettings()).plan.demand.on_device
     assert unused_threads(events) == []

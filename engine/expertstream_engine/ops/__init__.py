@@ -1,29 +1,52 @@
 """The arithmetic that models are written over: one protocol, and one module for each array library.
 
-Which one computes follows from where a backend's slots are, as their views say by DLPack.
+Which one computes follows from where a backend's slots are, as its description says and their views by DLPack.
 """
 
 from __future__ import annotations
 
-from contextlib import closing
 from typing import Any
 
 import numpy as np
 
-from expertstream import IO_ALIGNMENT_BYTES, Backend, BackendUnavailable, SlotLayout, SlotPart, usable_cores
+from expertstream import Backend, BackendContractError, BackendUnavailable, usable_cores
 from expertstream_engine.ops.protocol import Ops
 
 _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # DLDeviceType: dlpack.h
 
 
-def ops_for(view: Any, threads: int | None) -> Ops:
-    """The Ops whose kernels read memory like `view`, a backend's view of a slot.
+def computes_on_device(backend: Backend, dlpack_type: int) -> bool:
+    """Whether a device's kernels read the backend's slots, in memory of that type as it says; False where the CPU does.
 
-    `threads` are for those that compute on the CPU, None for one a core that this process may use. Raises
-    BackendUnavailable where no kernels read such memory.
+    Raises BackendUnavailable where no kernels read such memory.
+    """
+    if dlpack_type not in (_HOST, _CUDA, _CUDA_MANAGED):
+        raise BackendUnavailable(
+            f"the slots of backend {backend.name!r} are memory of DLPack device type {dlpack_type}, and the engine has"
+            f" kernels for {_HOST} (host), {_CUDA} and {_CUDA_MANAGED} (CUDA) only: select another backend, or views of"
+            f" host memory where this one has such an option"
+        )
+    return dlpack_type != _HOST
+
+
+def check_view(backend: Backend, dlpack_type: int, slot: int, view: Any) -> None:
+    """Raise BackendContractError unless the backend's view of a slot is memory of the type that it was planned for."""
+    found = backend.asked("__dlpack_device__ of a view", lambda: int(view.__dlpack_device__()[0]))
+    if found != dlpack_type:
+        raise BackendContractError(
+            f"{backend.offer}: the view of slot {slot}, a {type(view).__name__}, is memory of DLPack device type"
+            f" {found}; the run was planned for {dlpack_type}, the dlpack_type that describe_device answered: it must"
+            f" answer what the views of every slot say"
+        )
+
+
+def ops_for(view: Any, threads: int | None) -> Ops:
+    """The Ops whose kernels read memory like `view`, a backend's view of a slot that `check_view` has passed.
+
+    `threads` are for those that compute on the CPU, None for one a core that this process may use.
     """
     # An array library is imported when it is needed, and not where a run does without it.
-    if _is_on_cuda(view):
+    if _is_on_device(view):
         from expertstream_engine.ops.cupy_ops import CupyOps, array_of
 
         return CupyOps(int(array_of(view).device.id))
@@ -32,32 +55,14 @@ def ops_for(view: Any, threads: int | None) -> Ops:
     return NumbaOps(threads or usable_cores())
 
 
-def computes_on_device(backend: Backend) -> bool:
-    """Whether the backend's slots are memory of a device's own array library, which then computes: asked of a page.
-
-    Raises BackendUnavailable as `ops_for` does, and what allocating a page raises.
-    """
-    page = SlotLayout((SlotPart("page", 0, IO_ALIGNMENT_BYTES),))
-    with closing(backend.alloc_slot_store(page, 1)) as store:
-        return _is_on_cuda(store.device_view(0))
-
-
 def address_of(view: Any) -> int:
-    """Where a backend's view of a slot begins, for kernels. Raises BackendUnavailable as `ops_for` does."""
-    if _is_on_cuda(view):
+    """Where a backend's view of a slot, which `check_view` has passed, begins for kernels."""
+    if _is_on_device(view):
         from expertstream_engine.ops.cupy_ops import array_of
 
         return int(array_of(view).data.ptr)
     return int(np.from_dlpack(view).ctypes.data)
 
 
-def _is_on_cuda(view: Any) -> bool:
-    """Whether CUDA kernels read it; False where the host does. Raises BackendUnavailable for all else."""
-    device_type = int(view.__dlpack_device__()[0])
-    if device_type not in (_HOST, _CUDA, _CUDA_MANAGED):
-        raise BackendUnavailable(
-            f"the backend's slots are memory of DLPack device type {device_type}, as a {type(view).__name__}, and the"
-            f" engine has kernels for {_HOST} (host), {_CUDA} and {_CUDA_MANAGED} (CUDA) only: select another backend,"
-            f" or views of host memory where this one has such an option"
-        )
-    return device_type != _HOST
+def _is_on_device(view: Any) -> bool:
+    return int(view.__dlpack_device__()[0]) != _HOST
