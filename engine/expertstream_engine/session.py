@@ -39,7 +39,7 @@ from expertstream_engine.report import GenerationReport, peak_rss_bytes, rss_byt
 from expertstream_engine.sampling import Sampler, SamplingSettings
 from expertstream_engine.settings import RunSettings
 from expertstream_engine.tokenizer import Tokenizer
-from expertstream_engine.weights import assemble_weights, weight_types
+from expertstream_engine.weights import assemble_weights, kernel_shapes, weight_types
 
 BUNDLED_MODEL = Path(__file__).parent / "models" / "tiny15m-q4_k_m.gguf"
 """A real model of 15 million parameters that comes with the package; models/README.md says how it was made."""
@@ -103,7 +103,8 @@ class Model:
             for slot in range(self.streamer.slot_count):
                 check_view(planned.backend, planned.dlpack_type, slot, self.streamer.device_view(slot))
             ops = ops_for(self.streamer.device_view(0), settings.threads)
-            ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0))
+            shapes = kernel_shapes(checkpoint, shape)
+            ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0), shapes)
             self._tell_tier(progress)
             # What the streamer has found out, and said, about direct reads is not to be tried and said again.
             io_mode = "buffered" if self.streamer.io_mode == "buffered" else settings.io_mode

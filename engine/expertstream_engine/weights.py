@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from expertstream import Checkpoint, ExpertLayer, TensorInfo, UnsupportedCheckpoint
 from expertstream_engine.architecture import ModelShape
-from expertstream_engine.ops.protocol import F32, I64, ExpertFfn, Projection, QuantMatrix
+from expertstream_engine.ops.protocol import F32, I64, ExpertFfn, KernelShapes, Projection, QuantMatrix
 
 
 @frozen(eq=False)
@@ -56,6 +56,20 @@ def weight_types(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The ggml types of all matrices of the checkpoint, sorted: what needs kernels."""
     matrices = {tensor.type_name for tensor in checkpoint.tensors.values() if len(tensor.shape) == 2}
     return tuple(sorted(matrices | {part.type_name for layer in checkpoint.layers for part in layer.parts}))
+
+
+def kernel_shapes(checkpoint: Checkpoint, shape: ModelShape) -> KernelShapes:
+    """What the model multiplies with, for kernels that are compiled for shapes."""
+    tensors = checkpoint.tensors
+    multiplied = [name for name in tensors if name != "token_embd.weight" or "output.weight" not in tensors]
+    return KernelShapes(
+        matrices=frozenset(
+            (tensors[name].type_name, tensors[name].shape[1]) for name in multiplied if len(tensors[name].shape) == 2
+        ),
+        table=tensors["token_embd.weight"].type_name,
+        ffns=frozenset(expert_ffn(layer, checkpoint, shape) for layer in checkpoint.layers),
+        head_size=shape.head_size,
+    )
 
 
 def check_tensors(checkpoint: Checkpoint, shape: ModelShape) -> None:

@@ -176,3 +176,14 @@ def test_memory_does_not_grow_over_many_tokens() -> None:
                 pass
             held.append(generation.report.device_bytes)
     assert held[1:] == held[:1] * 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_run_compiles_nothing_that_was_not_compiled_while_it_loaded(backend: str) -> None:
+    with open_model(BUNDLED_MODEL, expert_memory="25%", **BACKENDS[backend]) as model:
+        kernels: dict[str, object] = model._ops._kernels._kernels  # type: ignore[attr-defined]  # of CupyOps
+        loaded = set(kernels)
+        for prompt in PROMPTS:
+            for _ in model.generate(prompt, 8, ignore_eos=True):
+                pass
+        assert set(kernels) == loaded

@@ -27,6 +27,7 @@ class Kernels:
     def __init__(self, calls: AbstractContextManager[None] | None = None) -> None:
         self._calls = calls or nullcontext()
         self._kernels: dict[str, Kernel] = {}
+        self._modules: dict[tuple[str, str | None], cupy.RawModule] = {}
 
     def layer(self, name: str) -> Kernel:
         """A kernel of layer.cu that has no parameters."""
@@ -56,15 +57,22 @@ class Kernels:
         kernel = self._kernels.get(name)
         if kernel is None:
             with self._calls:
-                module = cupy.RawModule(
-                    code=_source(file),
-                    options=("-std=c++17",),
-                    backend="nvrtc",
-                    name_expressions=(name,) if "<" in name else None,
-                )
+                module = self._module(file, name if "<" in name else None)
                 is_early = int(cupy.cuda.Device().compute_capability) >= _EARLY_FROM
                 kernel = self._kernels[name] = Kernel(module.get_function(name).kernel, is_early)
         return kernel
+
+    def _module(self, file: str, template: str | None) -> cupy.RawModule:
+        """All kernels of a file that have no parameters are one module; one with parameters is a module by itself."""
+        module = self._modules.get((file, template))
+        if module is None:
+            module = self._modules[file, template] = cupy.RawModule(
+                code=_source(file),
+                options=("-std=c++17",),
+                backend="nvrtc",
+                name_expressions=None if template is None else (template,),
+            )
+        return module
 
 
 def _parameters(tiling: Tiling) -> str:

@@ -23,7 +23,7 @@ from expertstream_engine.cuda.tiling import THREADS, TOKENS_AT_ONCE, Tiling
 from expertstream_engine.kernels.registry import SUPPORTED_TYPES, check_columns
 from expertstream_engine.kernels.row_dots import ROW_DOTS
 from expertstream_engine.ops import checks
-from expertstream_engine.ops.protocol import F32, I64, U8, ExpertFfn, QuantMatrix, T
+from expertstream_engine.ops.protocol import F32, I64, NO_SHAPES, U8, ExpertFfn, KernelShapes, QuantMatrix, T
 
 LARGEST_HEAD = 256
 """Elements of a head that attention goes up to: a thread has one each."""
@@ -48,15 +48,35 @@ class CupyOps:
         self._open: _Open | None = None
         self._kept: list[Any] | None = None  # while recording: what a replay reads and writes
 
-    def prepare(self, type_names: Collection[str], progress: Callable[[str], None]) -> None:
+    def prepare(
+        self, type_names: Collection[str], progress: Callable[[str], None], shapes: KernelShapes = NO_SHAPES
+    ) -> None:
         checks.check_types(type_names, SUPPORTED_TYPES)
+        kernels = self._kernels
         with _DRIVER_CALLS:
             runtime.setDevice(self._device)
-            for type_name in sorted(type_names):
-                progress(type_name)
-                self._kernels.embed(type_name)
             progress("layer")
-            self._kernels.layer("rms_norm")
+            for name in _LAYER_KERNELS:
+                kernels.layer(name)
+            for form in sorted({ROW_DOTS[type_name].activation for type_name in type_names} - {"F32"}):
+                kernels.layer(_FLOAT_ROUNDINGS[form] if form in _FLOAT_ROUNDINGS else _BLOCK_ROUNDINGS[form][0])
+            if shapes.head_size is not None:
+                _check_head(shapes.head_size)
+                progress("attention")
+                kernels.attention(shapes.head_size)
+            if shapes.table is not None:
+                progress(f"{shapes.table} table")
+                kernels.embed(shapes.table)
+            for type_name, columns in sorted(shapes.matrices):
+                progress(f"{type_name}, {columns} columns")
+                for tokens in (1, TOKENS_AT_ONCE):
+                    kernels.multiply(type_name, Tiling.of(columns, tokens, type_name))
+            for gate, up, down in sorted({(ffn.gate, ffn.up, ffn.down) for ffn in shapes.ffns}, key=repr):
+                progress(f"experts of {gate.type_name}, {up.type_name} and {down.type_name}")
+                for tokens in (1, TOKENS_AT_ONCE):
+                    types = gate.type_name, up.type_name
+                    kernels.gate_up(*types, Tiling.of(gate.columns, tokens, *types))
+                    kernels.down(down.type_name, Tiling.of(down.columns, tokens, down.type_name))
 
     def __enter__(self) -> Self:
         with _DRIVER_CALLS:
@@ -226,8 +246,7 @@ class CupyOps:
     def attention(self, q: F32, keys: F32, values: F32, first_position: _Position, scale: float) -> F32:
         checks.check_attention(q, keys, values, first_position.first)
         tokens, heads, head_size = q.shape
-        if head_size > LARGEST_HEAD:
-            raise UnsupportedCheckpoint(f"heads of {head_size} elements; CUDA attention goes up to {LARGEST_HEAD}")
+        _check_head(head_size)
         out = self._new((tokens, heads * head_size), np.float32)
         kernel = self._kernels.attention(head_size)
         kv_heads, capacity, _ = keys.shape
@@ -458,6 +477,9 @@ class CupyOps:
         return _MatmulPlan(tuple(groups))
 
 
+_LAYER_KERNELS = "rms_norm", "rope", "rows", "append", "top_k", "add", "add_routed", "add_weighted"
+"""Those of layer.cu that every model launches, whatever its types; beside them, activations are rounded."""
+
 _THREADS = 256  # of a block that is not made of warps; attention's kernel says the same
 _ROUNDING_WARPS = 4
 _FLOAT_ROUNDINGS = {"F16": "round_f16", "BF16": "round_bf16"}
@@ -580,6 +602,11 @@ _DRIVER_CALLS = _DriverCalls()
 
 def _all_below(numbers: I64, end: int) -> bool:
     return not numbers.size or (int(numbers.min()) >= 0 and int(numbers.max()) < end)
+
+
+def _check_head(head_size: int) -> None:
+    if head_size > LARGEST_HEAD:
+        raise UnsupportedCheckpoint(f"heads of {head_size} elements; CUDA attention goes up to {LARGEST_HEAD}")
 
 
 def _check_ffn(ffn: ExpertFfn, addresses: I64) -> None:

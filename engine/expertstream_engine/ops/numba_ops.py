@@ -27,7 +27,7 @@ from expertstream_engine.kernels.row_dots import ROW_DOTS
 from expertstream_engine.ops import checks
 from expertstream_engine.ops.host_arrays import HostArrays
 from expertstream_engine.ops.numpy_ops import dequantize
-from expertstream_engine.ops.protocol import F32, I64, ExpertFfn, QuantMatrix
+from expertstream_engine.ops.protocol import F32, I64, NO_SHAPES, ExpertFfn, KernelShapes, QuantMatrix
 
 
 class NumbaOps(HostArrays):
@@ -45,7 +45,9 @@ class NumbaOps(HostArrays):
         block = np.zeros(layer.LAYER_WORDS, np.int64)
         self._block, self._block_address = block.data, int(block.ctypes.data)
 
-    def prepare(self, type_names: Collection[str], progress: Callable[[str], None]) -> None:
+    def prepare(
+        self, type_names: Collection[str], progress: Callable[[str], None], shapes: KernelShapes = NO_SHAPES
+    ) -> None:
         checks.check_types(type_names, SUPPORTED_TYPES)
         for type_name in sorted(type_names):
             progress(type_name)

@@ -16,13 +16,24 @@ from gguf import GGMLQuantizationType, quants
 
 from expertstream_engine.ops import checks
 from expertstream_engine.ops.host_arrays import HostArrays
-from expertstream_engine.ops.protocol import F32, I64, U8, ExpertFfn, Projection, QuantMatrix
+from expertstream_engine.ops.protocol import (
+    F32,
+    I64,
+    NO_SHAPES,
+    U8,
+    ExpertFfn,
+    KernelShapes,
+    Projection,
+    QuantMatrix,
+)
 
 
 class NumpyOps(HostArrays):
     """An Ops that needs no compiler; it holds nothing but what it is given."""
 
-    def prepare(self, type_names: Collection[str], progress: Callable[[str], None]) -> None:
+    def prepare(
+        self, type_names: Collection[str], progress: Callable[[str], None], shapes: KernelShapes = NO_SHAPES
+    ) -> None:
         checks.check_types(type_names, _ROUNDING)
 
     def __enter__(self) -> Self:

@@ -54,6 +54,23 @@ class ExpertFfn:
     down: Projection
 
 
+@frozen(kw_only=True)
+class KernelShapes:
+    """What a model multiplies with, where kernels are compiled for shapes and not for types alone.
+
+    `matrices` are type and columns of its resident matrices, `table` is the type of its embedding, `ffns` are those of
+    its layers.
+    """
+
+    matrices: frozenset[tuple[str, int]] = frozenset()
+    table: str | None = None
+    ffns: frozenset[ExpertFfn] = frozenset()
+    head_size: int | None = None
+
+
+NO_SHAPES = KernelShapes()
+
+
 class Ops(Protocol):
     """What a model asks of an array library. Each result is a new array unless it says otherwise."""
 
@@ -67,8 +84,12 @@ class Ops(Protocol):
         """Bytes of a device's own memory that it holds, freed arrays kept for reuse included; 0 on the host."""
         ...
 
-    def prepare(self, type_names: Collection[str], progress: Callable[[str], None]) -> None:
-        """Compile what weights of these ggml types need, calling `progress` with a name before each one.
+    def prepare(
+        self, type_names: Collection[str], progress: Callable[[str], None], shapes: KernelShapes = NO_SHAPES
+    ) -> None:
+        """Compile what weights of these ggml types and shapes need, calling `progress` with a name before each one.
+
+        A pass compiles nothing then; what it needs of other shapes is compiled when it is met.
 
         Raises UnsupportedCheckpoint for a type without a kernel, naming it and the supported ones.
         """
