@@ -13,11 +13,11 @@ backend leaves out, and any observers, so every hook has one answer. Three rules
   and lets nothing of its driver's library escape.
 
 Order: `configure`, `host_memory_is_device_addressable`, `describe_device`; then for each size class
-`budget_for_expert_size`; then for each `alloc_slot_store`; then `seed_experts` and commits, and `alloc_host_slots`
-meanwhile; `SlotStore.close` last. All but `commit_slot`, `launch_read`, `alloc_host_slots` and `measure_store` are
-called from one thread at a time. A backend may be opened several times in one process, one after the other or side by
-side, so what it keeps belongs to its stores, but for its options: those are the caller's at every call but of the hooks
-that are given a store, which go by their store.
+`budget_for_expert_size`, in one round or two; then for each `alloc_slot_store`; then `seed_experts` and commits, and
+`alloc_host_slots` meanwhile; `SlotStore.close` last. All but `commit_slot`, `launch_read`, `alloc_host_slots` and
+`measure_store` are called from one thread at a time. A backend may be opened several times in one process, one after
+the other or side by side, so what it keeps belongs to its stores, but for its options: those are the caller's at every
+call but of the hooks that are given a store, which go by their store.
 
 Lifetimes: a store lives from `alloc_slot_store` to `close`, a view as long as its store, a staging until its
 commit or discard, a Commit as long as anyone holds it, also after the slot has been filled anew.
@@ -74,7 +74,10 @@ def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | 
 
     Required. Called once for each size class, before `alloc_slot_store`; slots granted to an earlier class, and the
     fewest that later ones can do with, are counted in `resident_bytes`, and weights and caches where they lie in the
-    memory of the slots. `expert_bytes` is the size of a whole slot, rounded up to its alignment.
+    memory of the slots. Called once more for each where fewer are granted than the core chose by itself: asked for so
+    many, the first class may be granted what all should share, so the core shares out what was granted and asks for
+    that. Either answer may be the one that counts, and no answer reserves anything.
+    `expert_bytes` is the size of a whole slot, rounded up to its alignment.
     `asked` is what the configuration asks for, None for as many as is wise; a backend may grant less and
     never more, and zero is an answer. The reason is one sentence with the numbers that decided. Allocates nothing.
     Leave headroom where device and host share memory: there the system kills a process that takes too much

@@ -6,11 +6,12 @@ Pure and exact: integers in, integers out, no file, clock or device. It asks the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import groupby
 from math import lcm
 from typing import Protocol
 
-from attrs import field, frozen, validators
+from attrs import evolve, field, frozen, validators
 
 from expertstream.checkpoint.index import Checkpoint
 from expertstream.config import HostTiering
@@ -245,10 +246,10 @@ def make_plan(
 ) -> Plan:
     """The plan for a run, or the refusal of it.
 
-    Without a `request` the planner chooses, and takes less where the backend grants less; a request is met to the
-    letter or refused. So is the host tier's, where the backend has one; 0 bytes turn it off. Raises BudgetTooSmall
-    below what one step needs, DoesNotFit with the sum where memory does not suffice, ConfigError for a host tier that
-    the backend does not have, BackendContractError where the backend grants more than was asked.
+    Without a `request` the planner chooses, and where the backend grants less, shares that out among the size classes;
+    a request is met to the letter or refused. So is the host tier's, where the backend has one; 0 bytes turn it off.
+    Raises BudgetTooSmall below what one step needs, DoesNotFit with the sum where memory does not suffice, ConfigError
+    for a host tier that the backend does not have, BackendContractError where it grants more than was asked.
     """
     classes = size_classes(checkpoint)
     smallest = (checkpoint.experts_per_token,) * len(classes)
@@ -270,7 +271,8 @@ def make_plan(
         one_pool,
         available,
     )
-    granted = _granted(backend, demand, classes, smallest, slot_counts, request, notes)
+    beside = demand if one_pool or demand.on_device else None
+    granted = _granted(backend, beside, classes, smallest, slot_counts, request, notes)
     notes.extend(_thrashing(checkpoint, granted))
     tiering = host_tiering or DEFAULT_HOST_TIERING
     host_tier_off = None
@@ -485,40 +487,97 @@ def _refuse_what_does_not_fit(
 
 def _granted(
     backend: PlanningBackend,
-    demand: Demand,
+    beside: Demand | None,
     classes: Sequence[SizeClass],
     smallest: Sequence[int],
     slot_counts: Sequence[int],
     request: MemoryRequest | None,
     notes: list[str],
 ) -> tuple[ClassPlan, ...]:
-    """The slots that the backend grants. What later classes cannot do without counts as resident already."""
+    """The slots that the backend grants, of a request all of them. `beside` is what else lies in their memory."""
+    granted: list[ClassPlan] = []
+    cuts: list[tuple[str, str]] = []  # what is granted of a class that gets fewer than were asked for, and why
+    answers = _answers(backend, beside, classes, smallest, slot_counts)
+    for (plan, reason), needed, asked in zip(answers, smallest, slot_counts, strict=True):
+        if plan.slot_count < (needed if request is None else asked):
+            addends = _addends(beside, [*granted, evolve(plan, slot_count=asked)])
+            wanted = f"one step needs {needed}" if request is None else f"expert memory of {request} is {asked}"
+            raise DoesNotFit(
+                f"backend {backend.name!r} grants {plan.slot_count} of {asked} slots of {plan.slot_bytes} bytes for"
+                f" {_layers(plan.size_class)}, and {wanted}: {reason}\n{_sum(addends)}"
+            )
+        granted.append(plan)
+        if plan.slot_count < asked:
+            cuts.append((f"{plan.slot_count} of {asked} slots for {_layers(plan.size_class)}", reason))
+    if not cuts:
+        return tuple(granted)
+    shared = _shared_out(backend, beside, granted, smallest, slot_counts)
+    if shared == granted:
+        notes.extend(f"backend {backend.name!r} grants {cut}: {reason}" for cut, reason in cuts)
+    else:
+        shares = ", ".join(
+            f"{plan.slot_count} of {asked} slots for {_layers(plan.size_class)}"
+            for plan, asked in zip(shared, slot_counts, strict=True)
+        )
+        asked_bytes, shared_bytes = _slots_bytes(classes, slot_counts), sum(plan.total_bytes for plan in shared)
+        notes.append(
+            f"backend {backend.name!r} grants {shared_bytes} of {asked_bytes} bytes, which are shared out: {shares};"
+            f" asked for all of them it said: {cuts[0][1]}"
+        )
+    return tuple(shared)
+
+
+def _answers(
+    backend: PlanningBackend,
+    beside: Demand | None,
+    classes: Sequence[SizeClass],
+    smallest: Sequence[int],
+    slot_counts: Sequence[int],
+) -> Iterator[tuple[ClassPlan, str]]:
+    """What the backend grants of so many slots, class by class, with its reason.
+
+    What later classes cannot do without counts as resident already.
+    """
     plans: list[ClassPlan] = []
-    shares_memory = demand.on_device or backend.host_memory_is_device_addressable()
-    for number, (size_class, asked, needed) in enumerate(zip(classes, slot_counts, smallest, strict=True)):
+    for number, (size_class, asked) in enumerate(zip(classes, slot_counts, strict=True)):
         slot_bytes = size_class.layout.slot_bytes
         later_bytes = _slots_bytes(classes[number + 1 :], smallest[number + 1 :])
-        beside = _addends(demand if shares_memory else None, plans)
-        other_bytes = sum(addend_bytes for _, addend_bytes in beside) + later_bytes
+        other_bytes = sum(addend_bytes for _, addend_bytes in _addends(beside, plans)) + later_bytes
         budget = backend.budget_for_expert_size(expert_bytes=slot_bytes, resident_bytes=other_bytes, asked=asked)
         if budget.slots > asked:
             raise BackendContractError(
                 f"budget_for_expert_size granted {budget.slots} slots of {slot_bytes} bytes, and {asked} were asked for"
             )
-        if budget.slots < (needed if request is None else asked):
-            addends = _addends(demand if shares_memory else None, [*plans, ClassPlan(size_class, asked)])
-            wanted = f"one step needs {needed}" if request is None else f"expert memory of {request} is {asked}"
-            raise DoesNotFit(
-                f"backend {backend.name!r} grants {budget.slots} of {asked} slots of {slot_bytes} bytes for"
-                f" {_layers(size_class)}, and {wanted}: {budget.reason}\n{_sum(addends)}"
-            )
-        if budget.slots < asked:
-            notes.append(
-                f"backend {backend.name!r} grants {budget.slots} of {asked} slots for {_layers(size_class)}:"
-                f" {budget.reason}"
-            )
         plans.append(ClassPlan(size_class, budget.slots))
-    return tuple(plans)
+        yield plans[-1], budget.reason
+
+
+def _shared_out(
+    backend: PlanningBackend,
+    beside: Demand | None,
+    granted: list[ClassPlan],
+    smallest: Sequence[int],
+    most: Sequence[int],
+) -> list[ClassPlan]:
+    """What the backend grants if each class asks for its share of what was granted in all.
+
+    Asked class by class for everything, it gives the first all that there is and the last what a step needs. Where its
+    limit is one of each class instead of all together, or memory has gone meanwhile, it may cut the shares too: then
+    that of the two answers is taken which leaves the least fraction of a class's experts the larger.
+    """
+    classes = [plan.size_class for plan in granted]
+    shares = _distributed(sum(plan.total_bytes for plan in granted), classes, smallest, most)
+    if list(shares) == [plan.slot_count for plan in granted]:
+        return granted
+    again = [plan for plan, _ in _answers(backend, beside, classes, smallest, shares)]
+    if any(plan.slot_count < needed for plan, needed in zip(again, smallest, strict=True)):
+        return granted
+    return max(granted, again, key=_fractions)
+
+
+def _fractions(plans: Sequence[ClassPlan]) -> list[Fraction]:
+    """Which part of its experts each class has slots for, the smallest first."""
+    return sorted(Fraction(plan.slot_count, plan.size_class.expert_count) for plan in plans)
 
 
 def _thrashing(checkpoint: Checkpoint, plans: Sequence[ClassPlan]) -> Iterator[str]:

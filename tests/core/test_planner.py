@@ -302,6 +302,68 @@ def test_a_backend_that_grants_more_than_asked_breaks_the_contract(request_text:
         plan_for(MIXED, request_text, backend=Backend(grant=lambda _expert, _resident, asked: asked + 1))
 
 
+def of_bytes(memory_bytes: int) -> Callable[[int, int, int], int]:
+    """Grants what fits into that many bytes."""
+    return lambda expert, resident, asked: min(asked, max(0, memory_bytes - resident) // expert)
+
+
+EVEN = checkpoint_of([(33792, 21504, 64)] * 4 + [(73728, 36864, 64)] * 4)
+"""Two classes of 256 experts each."""
+
+
+@pytest.mark.parametrize("one_pool", [True, False])
+def test_a_default_that_the_backend_cuts_is_shared_out_as_a_request_of_those_bytes(one_pool: bool) -> None:
+    """Asked one by one, the first class would take all 256 slots and leave the second 24."""
+    backend = Backend(one_pool=one_pool, grant=of_bytes(300 * SMALL_SLOT))
+    plan = plan_for(EVEN, None, backend=backend)
+    assert slot_counts(plan) == [108, 106]
+    assert slot_counts(plan) == slot_counts(plan_for(EVEN, str(plan.expert_memory_bytes)))
+    assert [asked for *_, asked in backend.calls] == [256, 256, 108, 106]
+    assert [resident for _, resident, _ in backend.calls[2:]] == [2 * LARGE_SLOT, 108 * SMALL_SLOT]
+    (note,) = (note for note in plan.notes if "backend 'test' grants" in note)
+    assert f"grants {plan.expert_memory_bytes} of {256 * (SMALL_SLOT + LARGE_SLOT)} bytes" in note
+    assert "108 of 256 slots for layers 0-3, 106 of 256 slots for layers 4-7; " in note
+    assert note.endswith("the test's backend says so")
+
+
+def test_a_limit_of_each_class_is_no_limit_of_all_of_them() -> None:
+    """Shares of 18 and 6 would leave memory idle: of the large slots it grants 3, however few the small ones are."""
+    backend = Backend(grant=lambda expert, _resident, asked: asked if expert == SMALL_SLOT else min(asked, 3))
+    plan = plan_for(MIXED, None, backend=backend)
+    assert [asked for *_, asked in backend.calls] == [24, 8, 18, 6]
+    assert slot_counts(plan) == [24, 3]
+    assert [note for note in plan.notes if "grants" in note] == [
+        "backend 'test' grants 3 of 8 slots for layer 3: the test's backend says so"
+    ]
+
+
+def shrinking(first_bytes: int, then_bytes: int) -> Callable[[int, int, int], int]:
+    """Grants what fits into the first number of bytes for each of two classes, and into the other from then on."""
+    left = [first_bytes, first_bytes]
+    return lambda *asked: of_bytes(left.pop() if left else then_bytes)(*asked)
+
+
+def test_memory_that_goes_between_two_answers_makes_shares_smaller_and_no_less_even() -> None:
+    room = 250 * SMALL_SLOT
+    plan = plan_for(EVEN, None, backend=Backend(grant=shrinking(300 * SMALL_SLOT, room)))
+    assert slot_counts(plan) == [108, 78]
+    assert plan.expert_memory_bytes <= room
+    (note,) = (note for note in plan.notes if "backend 'test' grants" in note)
+    assert "108 of 256 slots for layers 0-3, 78 of 256 slots for layers 4-7; " in note
+
+
+def test_shares_that_are_cut_below_what_a_step_needs_leave_what_was_granted_before() -> None:
+    plan = plan_for(EVEN, None, backend=Backend(grant=shrinking(300 * SMALL_SLOT, 3 * SMALL_SLOT)))
+    assert slot_counts(plan) == [256, 24]
+    assert sum("backend 'test' grants" in note for note in plan.notes) == 1
+
+
+def test_a_second_answer_that_grants_more_than_asked_breaks_the_contract_too() -> None:
+    answers = [24, 2, 25]
+    with pytest.raises(BackendContractError, match=r"granted 25 slots of 61440 bytes, and 18 were asked for"):
+        plan_for(MIXED, None, backend=Backend(grant=lambda *_: answers.pop(0)))
+
+
 TIERED = evolve(DEMAND, on_device=True)
 """What a device with memory of its own computes with."""
 
@@ -670,3 +732,25 @@ def test_what_a_refusal_says_would_fit_does_fit(checkpoint: Checkpoint, asked_by
             assert DEMAND.total_bytes + smallest > available_bytes
     else:
         assert smallest <= asked_bytes
+
+
+def fractions(plan: Plan) -> list[Fraction]:
+    """Of its experts, what each class has slots for, the smallest first."""
+    return sorted(Fraction(planned.slot_count, planned.size_class.expert_count) for planned in plan.classes)
+
+
+@given(checkpoints, st.integers(0, 2_000_000), st.booleans())
+def test_what_the_backend_has_room_for_is_never_exceeded_and_as_even_as_a_request_of_those_bytes(
+    checkpoint: Checkpoint, extra_bytes: int, one_pool: bool
+) -> None:
+    room = smallest_of(checkpoint) + extra_bytes
+    backend = Backend(one_pool=one_pool, grant=of_bytes(room))
+    plan = plan_for(checkpoint, None, backend=backend)
+    assert plan.expert_memory_bytes <= room
+    assert all(planned.slot_count >= checkpoint.experts_per_token for planned in plan.classes)
+    assert fractions(plan) >= fractions(plan_for(checkpoint, str(plan.expert_memory_bytes)))
+    assert len(backend.calls) in (len(plan.classes), 2 * len(plan.classes))
+    growing = [planned for planned in plan.classes if planned.slot_count < planned.size_class.expert_count]
+    if growing:
+        assert room - plan.expert_memory_bytes < 2 * max(planned.slot_bytes for planned in plan.classes)
+    assert sum("backend 'test' grants" in note for note in plan.notes) <= len(growing)
