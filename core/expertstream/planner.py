@@ -94,7 +94,7 @@ class ClassPlan:
         return self.slot_count * self.slot_bytes
 
     @property
-    def host_bytes(self) -> int:
+    def host_memory_bytes(self) -> int:
         """Bytes of all host slots of this class."""
         return self.host_slot_count * self.slot_bytes
 
@@ -129,7 +129,7 @@ class Plan:
     @property
     def host_memory_bytes(self) -> int:
         """Bytes of all host slots."""
-        return sum(plan.host_bytes for plan in self.classes)
+        return sum(plan.host_memory_bytes for plan in self.classes)
 
     @property
     def device_bytes(self) -> int:
@@ -204,7 +204,7 @@ class Plan:
                     "slot_count": plan.slot_count,
                     "total_bytes": plan.total_bytes,
                     "host_slot_count": plan.host_slot_count,
-                    "host_bytes": plan.host_bytes,
+                    "host_memory_bytes": plan.host_memory_bytes,
                 }
                 for plan in self.classes
             ],
@@ -353,8 +353,8 @@ def _with_host_tier(
     tiered = tuple(
         ClassPlan(plan.size_class, plan.slot_count, count) for plan, count in zip(plans, counts, strict=True)
     )
-    host_bytes = sum(plan.host_bytes for plan in tiered)
-    if host_bytes > left_bytes:
+    tier_bytes = sum(plan.host_memory_bytes for plan in tiered)
+    if tier_bytes > left_bytes:
         addends = _host_addends(demand, tiered, one_pool=False)
         least_bytes = min(plan.slot_bytes for plan, most in zip(plans, every, strict=True) if most)
         fitting = MemoryRequest(size_bytes=round_down_bytes(left_bytes) if left_bytes >= least_bytes else 0)
@@ -366,11 +366,11 @@ def _with_host_tier(
     if request is None:
         notes.append(
             f"by default a host tier takes {DEFAULT_HOST_PERCENT} % of the {left_bytes} bytes that the host has left,"
-            f" as far as there are experts for it: {host_bytes} bytes"
+            f" as far as there are experts for it: {tier_bytes} bytes"
         )
-    if tiering == "inclusive" and host_bytes <= sum(plan.total_bytes for plan in tiered):
+    if tiering == "inclusive" and tier_bytes <= sum(plan.total_bytes for plan in tiered):
         notes.append(
-            f"an inclusive host tier of {host_bytes} bytes keeps little that the slots do not have themselves; more"
+            f"an inclusive host tier of {tier_bytes} bytes keeps little that the slots do not have themselves; more"
             " host memory or the exclusive kind would keep more"
         )
     return tiered, None
@@ -619,7 +619,7 @@ def _host_addends(demand: Demand, plans: Sequence[ClassPlan], one_pool: bool) ->
     return [
         *([("resident weights while they load", demand.resident_bytes)] if demand.on_device else _addends(demand, ())),
         *(
-            (f"{plan.host_slot_count} host slots for {_layers(plan.size_class)}", plan.host_bytes)
+            (f"{plan.host_slot_count} host slots for {_layers(plan.size_class)}", plan.host_memory_bytes)
             for plan in plans
             if plan.host_slot_count
         ),

@@ -417,9 +417,9 @@ def test_a_device_that_does_not_compute_is_asked_for_its_slots_alone() -> None:
 
 
 def test_on_a_device_of_its_own_the_host_holds_the_weights_while_they_load_and_the_host_slots() -> None:
-    host_bytes = 24 * SMALL_SLOT + 8 * LARGE_SLOT
+    tier_bytes = 24 * SMALL_SLOT + 8 * LARGE_SLOT
     backend = Backend(one_pool=False, has_host_tier=True)
-    enough = DEMAND.resident_bytes + host_bytes
+    enough = DEMAND.resident_bytes + tier_bytes
     plan = plan_for(MIXED, str(SMALLEST), demand=TIERED, backend=backend, available_bytes=enough, host="all")
     assert [planned.host_slot_count for planned in plan.classes] == [24, 8]
     assert (plan.host_bytes, plan.device_bytes) == (enough, DEMAND.total_bytes + SMALLEST)
@@ -433,7 +433,7 @@ def test_on_a_device_of_its_own_the_host_holds_the_weights_while_they_load_and_t
         "8 host slots for layer 3",
         "total",
     ]
-    assert lines[-1].endswith(f" would fit, in the {host_bytes - 1} bytes that are left")
+    assert lines[-1].endswith(f" would fit, in the {tier_bytes - 1} bytes that are left")
 
 
 def test_by_default_a_host_tier_takes_half_of_what_the_host_has_left() -> None:
@@ -615,7 +615,7 @@ def test_the_json_form_holds_the_same_numbers() -> None:
                 "slot_count": plan.classes[0].slot_count,
                 "total_bytes": plan.classes[0].slot_count * SMALL_SLOT,
                 "host_slot_count": 0,
-                "host_bytes": 0,
+                "host_memory_bytes": 0,
             },
             {
                 "layers": [3],
@@ -625,7 +625,7 @@ def test_the_json_form_holds_the_same_numbers() -> None:
                 "slot_count": plan.classes[1].slot_count,
                 "total_bytes": plan.classes[1].slot_count * LARGE_SLOT,
                 "host_slot_count": 0,
-                "host_bytes": 0,
+                "host_memory_bytes": 0,
             },
         ],
         "expert_memory_bytes": plan.classes[0].slot_count * SMALL_SLOT + plan.classes[1].slot_count * LARGE_SLOT,
