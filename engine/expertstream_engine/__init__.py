@@ -9,13 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from expertstream_engine.report import GenerationReport
+    from expertstream_engine.report import DeviceMemory, GenerationReport
     from expertstream_engine.sampling import SamplingSettings
     from expertstream_engine.session import BUNDLED_MODEL, Generation, Model, open_model
     from expertstream_engine.settings import RunSettings
 
 __all__ = [
     "BUNDLED_MODEL",
+    "DeviceMemory",
     "Generation",
     "GenerationReport",
     "Model",
@@ -24,7 +25,12 @@ __all__ = [
     "open_model",
 ]
 
-_MODULES = {"GenerationReport": "report", "SamplingSettings": "sampling", "RunSettings": "settings"}
+_MODULES = {
+    "DeviceMemory": "report",
+    "GenerationReport": "report",
+    "RunSettings": "settings",
+    "SamplingSettings": "sampling",
+}
 
 
 def __getattr__(name: str) -> object:

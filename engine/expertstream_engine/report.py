@@ -13,6 +13,18 @@ from expertstream import Counters
 
 
 @frozen
+class DeviceMemory:
+    """What a model has of memory that is not the host's alone, in bytes.
+
+    `device_bytes` lie on a device with memory of its own, weights and caches included; `pinned_bytes` are pinned host
+    memory: staging buffers and host slots, or slots that are wired. Both are 0 where there are none.
+    """
+
+    device_bytes: int
+    pinned_bytes: int
+
+
+@frozen
 class GenerationReport:
     """The figures of one generation. Times are seconds of wall clock, sizes bytes.
 
@@ -22,9 +34,8 @@ class GenerationReport:
     choice of tokens and their text; what the caller does between two pieces is not in them. The peak is of the
     process: `planned_bytes` for the model and `interpreter_bytes` for Python and its libraries, measured before
     anything was loaded, are most of it.
-    `device_bytes` are what the model has on a device with memory of its own, of `planned_device_bytes`; `pinned_bytes`
-    what it has of pinned host memory, a host tier of `host_slots` included; both 0 where there are none. The tier may
-    still grow to `planned_host_slots`.
+    `device_bytes`, of `planned_device_bytes`, and `pinned_bytes` are those of DeviceMemory, a host tier of `host_slots`
+    included, which may still grow to `planned_host_slots`.
     """
 
     prompt_tokens: tuple[int, ...]

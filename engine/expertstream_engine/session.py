@@ -15,13 +15,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from attrs import evolve
 
 from expertstream import (
     Counters,
     ExpertStreamer,
     ExpertstreamError,
-    StoreMemory,
     UsageError,
     get_log,
     hotlist_of,
@@ -35,7 +33,7 @@ from expertstream_engine.model import MoeModel
 from expertstream_engine.ops import check_view, ops_for
 from expertstream_engine.ops.protocol import F32, I64
 from expertstream_engine.prompts import Prompts
-from expertstream_engine.report import GenerationReport, peak_rss_bytes, rss_bytes
+from expertstream_engine.report import DeviceMemory, GenerationReport, peak_rss_bytes, rss_bytes
 from expertstream_engine.sampling import Sampler, SamplingSettings
 from expertstream_engine.settings import RunSettings
 from expertstream_engine.tokenizer import Tokenizer
@@ -119,7 +117,7 @@ class Model:
                 )
             self._ops = ops
             self._decoder = MoeModel(shape, weights, ops, self.streamer, planned.plan.demand.context_tokens)
-            self._memory = StoreMemory(0, 0)
+            self._memory = DeviceMemory(0, 0)
             self._memory = self._measured()
             self._generating = False
             self._closed = False
@@ -188,10 +186,10 @@ class Model:
         return len(hottest)
 
     @property
-    def device_memory(self) -> StoreMemory:
-        """Bytes on a device that has memory of its own, weights and caches included, and bytes of pinned host memory.
+    def device_memory(self) -> DeviceMemory:
+        """What the model has on a device and of pinned host memory.
 
-        As they were last, where the model is closed or another thread is in a pass. Never blocks.
+        As it was last, where the model is closed or another thread is in a pass. Never blocks.
         """
         if self._in_use.acquire(blocking=False):
             try:
@@ -227,17 +225,15 @@ class Model:
                 raise UsageError("this model was closed while it was generating")
             return self._decoder.forward(ids, all_logits=all_logits)
 
-    def _measured(self) -> StoreMemory:
+    def _measured(self) -> DeviceMemory:
         """What there is now, or was last where the backend cannot say: a figure for people ends no run."""
-        plan = self.planned.plan
         try:
             stores = self.streamer.memory
         except ExpertstreamError as error:
             get_log().warning("memory_not_measured", error=str(error))
             return self._memory
-        if plan.one_pool:
-            return evolve(stores, slot_bytes=0)
-        return evolve(stores, slot_bytes=stores.slot_bytes + self._ops.held_bytes)
+        device_bytes = 0 if self.planned.plan.one_pool else stores.slot_bytes + self._ops.held_bytes
+        return DeviceMemory(device_bytes, stores.pinned_bytes)
 
     def _tell_tier(self, progress: Progress) -> None:
         tier = self.streamer.host_tier
@@ -318,7 +314,7 @@ class Generation:
             host_slots=tier.slot_count if tier is not None else 0,
             planned_host_slots=tier.planned_slots if tier is not None else 0,
             host_tiering=plan.host_tiering if tier is not None else None,
-            device_bytes=memory.slot_bytes,
+            device_bytes=memory.device_bytes,
             pinned_bytes=memory.pinned_bytes,
             seeded_experts=model.seeded_experts,
             prefill=prefill,

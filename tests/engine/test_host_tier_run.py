@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from expertstream import ConfigError, HostTiering, MachineError, hookimpl
 from expertstream.backends import GROUP
-from expertstream_engine import open_model
+from expertstream_engine import DeviceMemory, open_model
 from expertstream_engine.cli.commands import app
 from suite_runs import BROKEN
 
@@ -58,6 +58,7 @@ def test_a_host_tier_changes_no_token_and_its_figures_add_up(
     assert report.host_slots == sum(planned.host_slot_count for planned in plan.classes)
     assert report.host_tiering == kind
     assert report.device_bytes == plan.expert_memory_bytes
+    assert model.device_memory == DeviceMemory(report.device_bytes, report.pinned_bytes)
     total = report.total
     assert 0 < total.host_hits <= total.misses
     assert total.h2d_bytes >= total.misses * min(planned.slot_bytes for planned in plan.classes)

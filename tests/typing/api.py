@@ -27,7 +27,7 @@ from expertstream import (
     open_backend,
     open_checkpoint,
 )
-from expertstream_engine import Generation, GenerationReport, Model, SamplingSettings, open_model
+from expertstream_engine import DeviceMemory, Generation, GenerationReport, Model, SamplingSettings, open_model
 
 
 def an_engine_leases_experts(path: Path) -> None:
@@ -50,6 +50,7 @@ def an_engine_leases_experts(path: Path) -> None:
 def a_user_generates(path: Path) -> None:
     with open_model(path, expert_memory="8GiB", threads=4) as model:
         assert_type(model, Model)
+        assert_type(model.device_memory, DeviceMemory)
         generation = model.generate("text", 16, SamplingSettings(temperature=0.7, seed=1))
         assert_type(generation, Generation)
         for piece in generation:
