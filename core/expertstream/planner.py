@@ -247,7 +247,9 @@ def make_plan(
     """The plan for a run, or the refusal of it.
 
     Without a `request` the planner chooses, and where the backend grants less, shares that out among the size classes;
-    a request is met to the letter or refused. So is the host tier's, where the backend has one; 0 bytes turn it off.
+    a request is met to the letter or refused. So is the host tier's, but where every expert has a slot of its own: then
+    there is no tier, which `host_tier_off` and a note say. 0 bytes turn it off.
+
     Raises BudgetTooSmall below what one step needs, DoesNotFit with the sum where memory does not suffice, ConfigError
     for a host tier that the backend does not have, BackendContractError where it grants more than was asked.
     """

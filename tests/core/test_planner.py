@@ -455,6 +455,7 @@ def test_a_host_tier_has_no_more_slots_than_there_are_experts(kind: HostTiering)
     ("request_text", "host", "available_bytes", "reason"),
     [
         ("all", None, 1 << 60, "every expert has a slot of its own"),
+        ("all", "1GiB", 1 << 60, "every expert has a slot of its own"),
         (str(SMALLEST), "0", 1 << 60, "host memory of 0 bytes was asked for"),
         (str(SMALLEST), None, DEMAND.resident_bytes + 1, "the host has 1 bytes left"),
     ],
@@ -466,6 +467,7 @@ def test_a_host_tier_that_is_off_says_why(
     plan = plan_for(MIXED, request_text, demand=TIERED, backend=backend, available_bytes=available_bytes, host=host)
     assert plan.host_memory_bytes == 0
     assert reason in str(plan.host_tier_off)
+    assert f"there is no host tier: {plan.host_tier_off}" in plan.notes
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,8 @@ class TestRun:
         assert sentence in result.stderr
         for word in ("prefill", "decode", "hit rate", "tokens/s", "for 64 experts", "peak memory", "reads "):
             assert word in result.stderr
+        assert "s were spent waiting for the file" in result.stderr
+        assert "device memory" not in result.stderr, "the slots are the host's"
 
     def test_without_model_and_prompt_it_runs_the_bundled_model_and_says_so(self) -> None:
         result = call("run", "-n", "1")

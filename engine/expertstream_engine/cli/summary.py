@@ -77,6 +77,8 @@ def print_report(report: GenerationReport, *, sampled: bool) -> None:
     say(f"backend {report.backend}, policy {report.policy}, reads {report.io_mode}")
     for line in _of_device(report):
         say(line)
+    if report.total.misses:
+        say(f"{report.total.disk_wait_s:.2f} s were spent waiting for the file")
     if report.seeded_experts:
         say(f"{counted(report.seeded_experts, 'expert')} of the hotlist were read before the prompt.")
     say(_streaming(report))
@@ -86,7 +88,7 @@ _ENDS = {"eos": "the model", "length": "its limit (-n)", "interrupted": "interru
 
 
 def _of_device(report: GenerationReport) -> Iterator[str]:
-    """What concerns memory that is not the host's alone: how much of it there is, and what went between."""
+    """What concerns a device with memory of its own: how much of it there is, and what went between. Else nothing."""
     total = report.total
     if report.device_bytes:
         yield (
@@ -104,8 +106,6 @@ def _of_device(report: GenerationReport) -> Iterator[str]:
         planned = report.planned_host_slots
         why = f", although {counted(planned, 'slot')} were planned: the log says why" if planned else ""
         yield f"no host tier{why}; pinned memory {size_text(report.pinned_bytes)}"
-    if total.misses:
-        yield f"{total.disk_wait_s:.2f} s were spent waiting for the file"
 
 
 def _streaming(report: GenerationReport) -> str:
