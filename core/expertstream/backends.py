@@ -127,13 +127,18 @@ class Backend:
         return self._is_addressable
 
     def budget_for_expert_size(self, expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
-        """As the hook of this name; a grant above what was asked is refused."""
+        """As the hook of this name; a grant above what was asked is refused, and staging beside slots that are it."""
         budget = self._answer(
             "budget_for_expert_size", SlotBudget, expert_bytes=expert_bytes, resident_bytes=resident_bytes, asked=asked
         )
         if asked is not None and budget.slots > asked:
             raise BackendContractError(
                 f"{self.offer}: budget_for_expert_size granted {budget.slots} slots, {asked} were asked for"
+            )
+        if budget.staging_bytes and self._is_addressable:
+            raise BackendContractError(
+                f"{self.offer}: budget_for_expert_size told of {budget.staging_bytes} bytes of staging beside the"
+                " slots, but staging is the slot where host memory is device addressable"
             )
         return budget
 

@@ -80,6 +80,8 @@ def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | 
     `expert_bytes` is the size of a whole slot, rounded up to its alignment.
     `asked` is what the configuration asks for, None for as many as is wise; a backend may grant less and
     never more, and zero is an answer. The reason is one sentence with the numbers that decided. Allocates nothing.
+    `staging_bytes` of the answer come out of the host's memory, so the core plans them there: a store pins no more than
+    these before it is asked for host slots.
     Leave headroom where device and host share memory: there the system kills a process that takes too much
     instead of failing its allocation.
     """

@@ -28,7 +28,8 @@ class LogHooks:
             get_log().info("budget_failed", **fields, error=_described(error))
             raise
         if isinstance(budget, SlotBudget):  # all else is refused by who asked
-            get_log().info("slots_granted", **fields, slot_count=budget.slots, reason=budget.reason)
+            granted = {"slot_count": budget.slots, "staging_bytes": budget.staging_bytes, "reason": budget.reason}
+            get_log().info("slots_granted", **fields, **granted)
         return budget
 
     @hookimpl(wrapper=True)

@@ -52,7 +52,7 @@ class PlanningBackend(Protocol):
         ...
 
     def budget_for_expert_size(self, expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
-        """How many slots of `expert_bytes` fit beside `resident_bytes`, at most `asked`."""
+        """How many slots of `expert_bytes` fit beside `resident_bytes`, at most `asked`, and what staging takes."""
         ...
 
 
@@ -77,11 +77,12 @@ class Demand:
 
 @frozen
 class ClassPlan:
-    """The slots of one size class, and the host slots below them."""
+    """The slots of one size class, the host slots below them, and the bytes of the staging buffers beside them."""
 
     size_class: SizeClass
     slot_count: int
     host_slot_count: int = 0
+    staging_bytes: int = 0
 
     @property
     def slot_bytes(self) -> int:
@@ -132,6 +133,11 @@ class Plan:
         return sum(plan.host_memory_bytes for plan in self.classes)
 
     @property
+    def staging_bytes(self) -> int:
+        """Bytes of all staging buffers, in the host's memory; 0 where staging is the slot."""
+        return sum(plan.staging_bytes for plan in self.classes)
+
+    @property
     def device_bytes(self) -> int:
         """What comes out of the backend's own memory; 0 where there is one pool."""
         if self.one_pool:
@@ -145,8 +151,8 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of everything that stays, slots of both kinds included."""
-        return self.demand.total_bytes + self.expert_memory_bytes + self.host_memory_bytes
+        """Bytes of everything that stays, slots of both kinds and staging buffers included."""
+        return self.demand.total_bytes + self.expert_memory_bytes + self.host_memory_bytes + self.staging_bytes
 
     @property
     def _limited_by(self) -> str:
@@ -205,11 +211,13 @@ class Plan:
                     "total_bytes": plan.total_bytes,
                     "host_slot_count": plan.host_slot_count,
                     "host_memory_bytes": plan.host_memory_bytes,
+                    "staging_bytes": plan.staging_bytes,
                 }
                 for plan in self.classes
             ],
             "expert_memory_bytes": self.expert_memory_bytes,
             "host_memory_bytes": self.host_memory_bytes,
+            "staging_bytes": self.staging_bytes,
             "host_tiering": self.host_tiering if self.host_memory_bytes else None,
             "host_tier_off": self.host_tier_off,
             "device_bytes": self.device_bytes,
@@ -266,15 +274,13 @@ def make_plan(
     else:
         slot_counts, note = _by_default(demand, classes, smallest, every, one_pool, available)
         notes.append(note)
-    _refuse_what_does_not_fit(
-        demand,
-        [ClassPlan(*planned) for planned in zip(classes, slot_counts, strict=True)],
-        smallest_bytes,
-        one_pool,
-        available,
-    )
+    if one_pool:
+        chosen = [ClassPlan(*planned) for planned in zip(classes, slot_counts, strict=True)]
+        _refuse_what_does_not_fit(demand, chosen, smallest_bytes, one_pool, available)
     beside = demand if one_pool or demand.on_device else None
     granted = _granted(backend, beside, classes, smallest, slot_counts, request, notes)
+    if not one_pool:  # no sooner, because the backend says how much of the host's memory is staging
+        _refuse_what_does_not_fit(demand, granted, smallest_bytes, one_pool, available)
     notes.extend(_thrashing(checkpoint, granted))
     tiering = host_tiering or DEFAULT_HOST_TIERING
     host_tier_off = None
@@ -352,9 +358,7 @@ def _with_host_tier(
                 smallest_bytes,
             )
         return plans, f"the host has {left_bytes} bytes left, and half of that is less than a slot"
-    tiered = tuple(
-        ClassPlan(plan.size_class, plan.slot_count, count) for plan, count in zip(plans, counts, strict=True)
-    )
+    tiered = tuple(evolve(plan, host_slot_count=count) for plan, count in zip(plans, counts, strict=True))
     tier_bytes = sum(plan.host_memory_bytes for plan in tiered)
     if tier_bytes > left_bytes:
         addends = _host_addends(demand, tiered, one_pool=False)
@@ -466,13 +470,14 @@ def _distributed(
 def _refuse_what_does_not_fit(
     demand: Demand, plans: Sequence[ClassPlan], smallest_bytes: int, one_pool: bool, available: AvailableMemory
 ) -> None:
-    """Refuse what the host cannot hold; of its own memory the backend is asked later."""
+    """Refuse what the host cannot hold; of its own memory the backend is asked."""
     addends = _host_addends(demand, plans, one_pool)
-    if sum(addend_bytes for _, addend_bytes in addends) <= available.bytes:
+    lacking_bytes = sum(addend_bytes for _, addend_bytes in addends) - available.bytes
+    if lacking_bytes <= 0:
         return
-    fixed_bytes = sum(addend_bytes for _, addend_bytes in _host_addends(demand, (), one_pool))
-    left_bytes = available.bytes - fixed_bytes
-    lacking_bytes = (smallest_bytes if one_pool else 0) - left_bytes
+    left_bytes = available.bytes - demand.total_bytes
+    if one_pool:
+        lacking_bytes = smallest_bytes - left_bytes
     if lacking_bytes <= 0:
         fitting = MemoryRequest(size_bytes=max(round_down_bytes(left_bytes), smallest_bytes))
         advice = f"expert memory of {fitting} ({left_bytes} bytes) or less would fit"
@@ -481,6 +486,8 @@ def _refuse_what_does_not_fit(
         kv_cache_bytes = demand.kv_cache_bytes if one_pool or not demand.on_device else 0
         saving = "a" if lacking_bytes <= kv_cache_bytes else "not even a"
         advice = f"{needed}{lacking_bytes} bytes are lacking; {saving} shorter context saves that much"
+        if any(plan.staging_bytes for plan in plans):
+            advice += "; fewer staging buffers save some, if the backend has an option for it"
     raise DoesNotFit(
         f"this does not fit into memory:\n{_sum(addends)}\n"
         f"available are {format_bytes(available.bytes)}: {available.reason}\n{advice}"
@@ -550,7 +557,7 @@ def _answers(
             raise BackendContractError(
                 f"budget_for_expert_size granted {budget.slots} slots of {slot_bytes} bytes, and {asked} were asked for"
             )
-        plans.append(ClassPlan(size_class, budget.slots))
+        plans.append(ClassPlan(size_class, budget.slots, staging_bytes=budget.staging_bytes))
         yield plans[-1], budget.reason
 
 
@@ -618,8 +625,10 @@ def _host_addends(demand: Demand, plans: Sequence[ClassPlan], one_pool: bool) ->
     """What comes out of the host's memory, the most at once: weights pass through it on their way to a device."""
     if one_pool:
         return _addends(demand, plans)
+    staging_bytes = sum(plan.staging_bytes for plan in plans)
     return [
         *([("resident weights while they load", demand.resident_bytes)] if demand.on_device else _addends(demand, ())),
+        *([("staging buffers", staging_bytes)] if staging_bytes else []),
         *(
             (f"{plan.host_slot_count} host slots for {_layers(plan.size_class)}", plan.host_memory_bytes)
             for plan in plans

@@ -73,10 +73,15 @@ class SlotLayout:
 
 @frozen
 class SlotBudget:
-    """How many slots a backend grants, with the sentence that says why."""
+    """How many slots a backend grants, with the sentence that says why.
+
+    `staging_bytes` are the most that a store of that many takes of host memory beside them: its staging buffers, with
+    their rounding. They are 0 where staging is the slot.
+    """
 
     slots: int = field(validator=validators.ge(0))
     reason: str = field(validator=validators.min_len(1))
+    staging_bytes: int = field(default=0, validator=validators.ge(0))
 
 
 @frozen

@@ -373,6 +373,23 @@ def _named(hook: str, answer: object) -> Callable[[], object]:
     return implementation
 
 
+@pytest.mark.parametrize("addressable", [True, False])
+def test_staging_beside_slots_that_are_it_breaks_the_contract(install: Install, addressable: bool) -> None:
+    module = sound()
+    for hook, answer in (
+        ("host_memory_is_device_addressable", addressable),
+        ("budget_for_expert_size", SlotBudget(3, "three fit", staging_bytes=5)),
+    ):
+        vars(module)[hook] = hookimpl(_named(hook, answer))
+    install("staged", module)
+    backend = open_backend("staged")
+    if addressable:
+        with pytest.raises(BackendContractError, match="told of 5 bytes of staging beside the slots"):
+            backend.budget_for_expert_size(4096, 0, 3)
+    else:
+        assert backend.budget_for_expert_size(4096, 0, 3).staging_bytes == 5
+
+
 def test_observers_see_the_calls_of_the_backend(install: Install) -> None:
     seen: list[tuple[Sequence[ExpertKey], int]] = []
 

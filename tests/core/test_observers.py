@@ -119,13 +119,14 @@ def call_commit(hooks: Any) -> object:
     [
         (
             call_budget,
-            SlotBudget(7, "seven fit"),
+            SlotBudget(7, "seven fit", staging_bytes=99),
             {
                 "event": "slots_granted",
                 "slot_bytes": 12288,
                 "beside_bytes": 5,
                 "asked_slots": 9,
                 "slot_count": 7,
+                "staging_bytes": 99,
                 "reason": "seven fit",
             },
         ),

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,10 @@ def available(byte_count: int) -> AvailableMemory:
 
 
 class Backend:
-    """Grants what `grant(expert_bytes, resident_bytes, asked)` says, by default everything."""
+    """Grants what `grant(expert_bytes, resident_bytes, asked)` says, by default everything.
+
+    With `staging_count` a store takes so many buffers of a slot's size beside its slots.
+    """
 
     name = "test"
 
@@ -63,10 +67,12 @@ class Backend:
         *,
         one_pool: bool = True,
         has_host_tier: bool = False,
+        staging_count: int = 0,
         grant: Callable[[int, int, int], int] = lambda *asked: asked[2],
     ) -> None:
         self.one_pool = one_pool
         self.has_host_tier = has_host_tier
+        self.staging_count = staging_count
         self.grant = grant
         self.calls: list[tuple[int, int, int]] = []
 
@@ -76,7 +82,8 @@ class Backend:
     def budget_for_expert_size(self, expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
         assert asked is not None
         self.calls.append((expert_bytes, resident_bytes, asked))
-        return SlotBudget(self.grant(expert_bytes, resident_bytes, asked), "the test's backend says so")
+        slots = self.grant(expert_bytes, resident_bytes, asked)
+        return SlotBudget(slots, "the test's backend says so", self.staging_count * expert_bytes)
 
 
 def plan_for(
@@ -436,6 +443,59 @@ def test_on_a_device_of_its_own_the_host_holds_the_weights_while_they_load_and_t
     assert lines[-1].endswith(f" would fit, in the {tier_bytes - 1} bytes that are left")
 
 
+STAGING_BYTES = 8 * (SMALL_SLOT + LARGE_SLOT)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_staging_buffers_come_out_of_the_hosts_memory(on_device: bool) -> None:
+    demand = evolve(DEMAND, on_device=on_device)
+    of_demand = DEMAND.resident_bytes if on_device else DEMAND.total_bytes
+    backend = Backend(one_pool=False, staging_count=8)
+    enough = of_demand + STAGING_BYTES
+    plan = plan_for(MIXED, "all", demand=demand, backend=backend, available_bytes=enough)
+    assert (plan.staging_bytes, plan.host_bytes) == (STAGING_BYTES, enough)
+    assert plan.device_bytes == plan.expert_memory_bytes + (DEMAND.total_bytes if on_device else 0)
+    assert plan.total_bytes == DEMAND.total_bytes + plan.expert_memory_bytes + STAGING_BYTES
+    assert [text for what, text in plan.as_table() if what == "staging buffers"] == [
+        f"1.31 MiB ({STAGING_BYTES} bytes)"
+    ]
+    told = plan.to_json()
+    assert told["staging_bytes"] == STAGING_BYTES
+    assert [planned["staging_bytes"] for planned in told["classes"]] == [8 * SMALL_SLOT, 8 * LARGE_SLOT]  # type: ignore[attr-defined]  # JSON
+    with pytest.raises(DoesNotFit) as refusal:
+        plan_for(MIXED, "all", demand=demand, backend=backend, available_bytes=enough - 1)
+    lines = str(refusal.value).splitlines()
+    assert f"  staging buffers: 1.31 MiB ({STAGING_BYTES} bytes)" in lines
+    assert lines[-1].startswith("1 bytes are lacking; ")
+    assert lines[-1].endswith("; fewer staging buffers save some, if the backend has an option for it")
+
+
+def test_a_host_tier_gets_what_staging_leaves() -> None:
+    backend = Backend(one_pool=False, has_host_tier=True, staging_count=8)
+    left = 1_500_001
+    plan_of = partial(
+        plan_for,
+        *(MIXED, str(SMALLEST)),
+        demand=TIERED,
+        backend=backend,
+        available_bytes=DEMAND.resident_bytes + STAGING_BYTES + left,
+    )
+    plan = plan_of()
+    assert plan.host_memory_bytes <= left // 2 < plan.host_memory_bytes + SMALL_SLOT
+    assert plan.host_bytes == DEMAND.resident_bytes + STAGING_BYTES + plan.host_memory_bytes
+    assert any(f"50 % of the {left} bytes that the host has left" in note for note in plan.notes)
+    with pytest.raises(DoesNotFit, match=rf"staging buffers: .*\({STAGING_BYTES} bytes\)") as refusal:
+        plan_of(host=str(left + LARGE_SLOT))
+    assert str(refusal.value).endswith(f"in the {left} bytes that are left")
+
+
+def test_a_plan_tells_of_the_staging_that_goes_with_the_slots_it_has() -> None:
+    """Each class of the last answer, where the backend was asked twice."""
+    backend = Backend(one_pool=False, staging_count=8, grant=of_bytes(300 * SMALL_SLOT))
+    plan = plan_for(EVEN, None, backend=backend)
+    assert [planned.staging_bytes for planned in plan.classes] == [8 * SMALL_SLOT, 8 * LARGE_SLOT]
+
+
 def test_by_default_a_host_tier_takes_half_of_what_the_host_has_left() -> None:
     backend = Backend(one_pool=False, has_host_tier=True)
     left = 1_500_001
@@ -618,6 +678,7 @@ def test_the_json_form_holds_the_same_numbers() -> None:
                 "total_bytes": plan.classes[0].slot_count * SMALL_SLOT,
                 "host_slot_count": 0,
                 "host_memory_bytes": 0,
+                "staging_bytes": 0,
             },
             {
                 "layers": [3],
@@ -628,10 +689,12 @@ def test_the_json_form_holds_the_same_numbers() -> None:
                 "total_bytes": plan.classes[1].slot_count * LARGE_SLOT,
                 "host_slot_count": 0,
                 "host_memory_bytes": 0,
+                "staging_bytes": 0,
             },
         ],
         "expert_memory_bytes": plan.classes[0].slot_count * SMALL_SLOT + plan.classes[1].slot_count * LARGE_SLOT,
         "host_memory_bytes": 0,
+        "staging_bytes": 0,
         "host_tiering": None,
         "host_tier_off": None,
         "device_bytes": 0,

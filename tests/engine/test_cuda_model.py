@@ -117,6 +117,7 @@ def test_the_device_holds_what_was_planned(budget: str) -> None:
         report, plan = generation.report, model.planned.plan
         least = plan.expert_memory_bytes + plan.demand.resident_bytes + plan.demand.kv_cache_bytes
         assert least < report.device_bytes <= report.planned_device_bytes + (8 << 20)
+        assert 0 < report.pinned_bytes <= plan.staging_bytes
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,7 @@ def test_a_host_tier_changes_no_token_and_its_figures_add_up(
     assert report.host_slots == sum(planned.host_slot_count for planned in plan.classes)
     assert report.host_tiering == kind
     assert report.device_bytes == plan.expert_memory_bytes
+    assert report.pinned_bytes == plan.staging_bytes + plan.host_memory_bytes
     assert model.device_memory == DeviceMemory(report.device_bytes, report.pinned_bytes)
     total = report.total
     assert 0 < total.host_hits <= total.misses
@@ -72,6 +73,7 @@ def test_the_commands_tell_of_the_tier() -> None:
     planned = CliRunner().invoke(app, ["plan", *arguments])
     assert planned.exit_code == 0, planned.output
     assert "host slots for layer" in planned.stdout
+    assert "staging buffers" in planned.stdout
     assert "total on the host" in planned.stdout
     run = ["run", "--token-ids", "1,2,3", "-n", "4", "--ignore-eos", *arguments]
     shown = CliRunner().invoke(app, run)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from expertstream import CommitFailed, DeviceOutOfMemory, MachineError, SlotLayout, SlotPart, SlotStore
+from expertstream import CommitFailed, DeviceOutOfMemory, MachineError, SlotLayout, SlotPart, SlotStore, open_backend
+from expertstream.config import BackendOption
 from expertstream_cuda import Device
 from expertstream_cuda import device as device_module
 from expertstream_cuda_discrete.store import DeviceStore
@@ -241,6 +242,17 @@ def test_a_copy_whose_end_could_not_be_noted_is_waited_for_at_once(runtime: Fake
     with pytest.raises(CommitFailed, match=r"slot 1 of CUDA device 0 .Fake GPU.: eventRecord failed"):
         store.commit(staging) if copies == "commit" else host_slots.keep(1, 0)
     assert len(runtime.named("streamSynchronize")) == 1
+
+
+@pytest.mark.parametrize("count", [8, 3])
+def test_a_budget_tells_the_bytes_of_the_staging_buffers_that_a_store_pins(
+    two_devices: FakeRuntime, count: int
+) -> None:
+    options = [] if count == 8 else [BackendOption("cuda_discrete", "staging_buffers", count)]
+    backend = open_backend("cuda_discrete", options=options)
+    budget = backend.budget_for_expert_size(LAYOUT.slot_bytes, 0, 2)
+    assert budget.staging_bytes == count * LAYOUT.slot_bytes + LAYOUT.alignment
+    assert backend.measure_store(backend.alloc_slot_store(LAYOUT, 2)).pinned_bytes == budget.staging_bytes
 
 
 def test_host_slots_count_as_pinned_memory_until_the_store_is_closed(runtime: FakeRuntime) -> None:

@@ -32,6 +32,17 @@ def test_a_store_measures_what_its_slots_take(backend: Backend, open_slots: Open
     assert backend.measure_store(slots.store) == before, "measured again after the store was used"
 
 
+@pytest.mark.hook("budget_for_expert_size", "measure_store")
+@pytest.mark.parametrize("slot_count", [1, 5])
+def test_a_new_store_pins_no_more_than_its_budget_says(
+    backend: Backend, open_slots: OpenSlots, slot_count: int
+) -> None:
+    staging_bytes = backend.budget_for_expert_size(LARGE.slot_bytes, 0, slot_count).staging_bytes
+    memory = backend.measure_store(open_slots(LARGE, slot_count).store)
+    slots_in_host_bytes = memory.slot_bytes if backend.host_memory_is_device_addressable() else 0
+    assert memory.pinned_bytes <= slots_in_host_bytes + staging_bytes
+
+
 @pytest.mark.hook("measure_store", "alloc_host_slots")
 def test_a_store_measures_what_its_host_slots_take(
     backend: Backend, open_slots: OpenSlots, open_tier: OpenTier

@@ -23,7 +23,7 @@ from expertstream import (
     hookimpl,
 )
 from expertstream_cuda import Device
-from expertstream_cuda_discrete.store import DeviceStore
+from expertstream_cuda_discrete.store import DeviceStore, allocation_bytes
 
 EXPERTSTREAM_CONTRACT = 1
 
@@ -65,7 +65,7 @@ def host_memory_is_device_addressable() -> bool:
 
 @hookimpl
 def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
-    """What the driver has free, less headroom and the resident bytes."""
+    """What the driver has free, less headroom and the resident bytes. Buffers are counted for the default alignment."""
     device = _device()
     free_bytes, total_bytes = device.memory()
     headroom_bytes = max(HEADROOM_BYTES, total_bytes // 64)
@@ -75,6 +75,7 @@ def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | 
         slots,
         f"{slots} slots of {expert_bytes} bytes; {fit} fit beside {resident_bytes} resident bytes: {device.name} has"
         f" {free_bytes} of {total_bytes} bytes free and keeps {headroom_bytes}",
+        staging_bytes=allocation_bytes(expert_bytes, _options.staging_buffers),
     )
 
 

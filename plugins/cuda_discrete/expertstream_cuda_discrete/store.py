@@ -13,7 +13,16 @@ from contextlib import suppress
 from threading import Condition
 from typing import Any
 
-from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, StoreMemory, available_memory, get_log
+from expertstream import (
+    IO_ALIGNMENT_BYTES,
+    DeviceOutOfMemory,
+    SlotLayout,
+    Staging,
+    StoreClosed,
+    StoreMemory,
+    available_memory,
+    get_log,
+)
 from expertstream_cuda import Device, read_back
 
 
@@ -332,6 +341,11 @@ class _Buffer:
         self.goes_round = False
 
 
+def allocation_bytes(slot_bytes: int, count: int, alignment: int = IO_ALIGNMENT_BYTES) -> int:
+    """What so many slots or buffers take, with the room to align them."""
+    return count * _aligned(slot_bytes, alignment) + alignment
+
+
 def _allocated(device: Device, layout: SlotLayout, slot_count: int) -> int:
     """Device memory for the slots, with room to align it: the driver aligns to less than a page."""
     size_bytes = _size_bytes(layout, slot_count)
@@ -346,7 +360,7 @@ def _allocated(device: Device, layout: SlotLayout, slot_count: int) -> int:
 
 
 def _size_bytes(layout: SlotLayout, slot_count: int) -> int:
-    return slot_count * _stride(layout) + layout.alignment
+    return allocation_bytes(layout.slot_bytes, slot_count, layout.alignment)
 
 
 def _stride(layout: SlotLayout) -> int:

@@ -1,8 +1,7 @@
 """Staging that is the slot itself is lent while a kernel still reads the slot."""
 
-from expertstream import hookimpl
-from expertstream_broken.sound import *  # noqa: F403  # every hook that is not broken here
 from expertstream_broken.sound import InPlaceStore, allocates
+from expertstream_broken.sound_in_place import *  # noqa: F403  # every hook that is not broken here
 
 EXPERTSTREAM_CONTRACT = 1
 
@@ -10,11 +9,6 @@ EXPERTSTREAM_CONTRACT = 1
 class Store(InPlaceStore):
     def mark_read(self, slot, stream):
         pass
-
-
-@hookimpl
-def host_memory_is_device_addressable():
-    return True
 
 
 alloc_slot_store = allocates(Store)

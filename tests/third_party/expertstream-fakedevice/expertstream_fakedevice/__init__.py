@@ -2,7 +2,7 @@
 
 import queue
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -47,8 +47,7 @@ class DeviceStore:
         )
 
     def copy(self, staging, reads):
-        for event in reads.values():
-            event.result()  # new bytes must not land under a kernel that still reads the old ones
+        wait(reads.values())  # new bytes must not land under a kernel that still reads the old ones
         time.sleep(self.copy_s)
         self.slots[staging.slot] = staging.view
 
@@ -79,7 +78,8 @@ def host_memory_is_device_addressable():
 @hookimpl
 def budget_for_expert_size(expert_bytes, resident_bytes, asked):
     room = max(available_memory().bytes - resident_bytes, 0) // expert_bytes
-    return SlotBudget(room if asked is None else min(asked, room), f"{room} slots fit beside {resident_bytes} bytes")
+    slots = room if asked is None else min(asked, room)
+    return SlotBudget(slots, f"{room} slots fit beside {resident_bytes} bytes", staging_bytes=2 * expert_bytes)
 
 
 @hookimpl
