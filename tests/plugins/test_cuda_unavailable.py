@@ -33,6 +33,7 @@ class FakeRuntime:
     def __init__(self, count: int | FakeError, driver: int = 13000, attributes: int = 1) -> None:
         self.count, self.driver, self.attributes = count, driver, attributes
         self.free = 100 * GIB
+        self.lacking: set[str] = set()  # attributes
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("cudaDevAttr"):
@@ -48,7 +49,7 @@ class FakeRuntime:
         return {"name": b"Fake GPU", "uuid": bytes([number] * 16)}
 
     def deviceGetAttribute(self, name: str, number: int) -> int:
-        return self.attributes
+        return 0 if name in self.lacking else self.attributes
 
     def driverGetVersion(self) -> int:
         return self.driver
@@ -132,6 +133,32 @@ def test_a_device_that_cannot_read_host_memory_is_refused_by_attribute(monkeypat
     install(monkeypatch, FakeRuntime(1, attributes=0))
     with pytest.raises(BackendUnavailable, match=r"PageableMemoryAccess .*mapped = true"):
         open_backend("cuda_unified")
+
+
+@pytest.mark.parametrize(
+    ("lacking", "mapped", "sentence"),
+    [
+        (["PageableMemoryAccess"], False, "attribute PageableMemoryAccess is 0; mapped = true"),
+        (
+            ["PageableMemoryAccess", "PageableMemoryAccessUsesHostPageTables"],
+            False,
+            "attributes PageableMemoryAccess and PageableMemoryAccessUsesHostPageTables are 0; mapped = true",
+        ),
+        (
+            ["CanUseHostPointerForRegisteredMem", "HostRegisterSupported", "UnifiedAddressing"],
+            True,
+            "attributes UnifiedAddressing, HostRegisterSupported and CanUseHostPointerForRegisteredMem are 0$",
+        ),
+    ],
+)
+def test_one_attribute_or_several_are_named_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, lacking: list[str], mapped: bool, sentence: str
+) -> None:
+    runtime = FakeRuntime(1)
+    runtime.lacking = set(lacking)
+    install(monkeypatch, runtime)
+    with pytest.raises(BackendUnavailable, match=f"Fake GPU cannot read host memory in place: the driver's {sentence}"):
+        open_backend("cuda_unified", options=[BackendOption("cuda_unified", "mapped", mapped)])
 
 
 def test_a_device_that_reads_host_memory_is_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:

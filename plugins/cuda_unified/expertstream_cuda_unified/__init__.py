@@ -5,7 +5,7 @@ This module is the hooks and the options; `store` is the memory. Whether the dev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from attrs import frozen
@@ -69,8 +69,7 @@ def host_memory_is_device_addressable() -> bool:
     if lacking:
         remedy = "" if _options.mapped else "; mapped = true reads registered host memory across the bus instead"
         raise BackendUnavailable(
-            f"{device.name} cannot read host memory in place: the driver's attribute {' and '.join(lacking)} is 0"
-            f"{remedy}"
+            f"{device.name} cannot read host memory in place: the driver's {_named(lacking)} 0{remedy}"
         )
     if _options.mapped:
         get_log().warning("slots_read_across_the_bus", device=device.name)
@@ -121,6 +120,13 @@ def one_pool_budget(
         f"{slots} slots of {expert_bytes} bytes; {fit} fit beside {resident_bytes} resident bytes, with"
         f" {headroom_bytes} bytes left free because host and device share them: {available.reason}",
     )
+
+
+def _named(attributes: Sequence[str]) -> str:
+    """As the subject of a sentence: "attribute A is", "attributes A, B and C are"."""
+    if len(attributes) == 1:
+        return f"attribute {attributes[0]} is"
+    return f"attributes {', '.join(attributes[:-1])} and {attributes[-1]} are"
 
 
 def _device() -> Device:
