@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
 
 import pytest
+import structlog
+from typer.testing import CliRunner
 
 from expertstream import AvailableMemory, BackendUnavailable, MachineError, open_backend, probe_backends
 from expertstream.config import BackendOption
 from expertstream_cuda import device as device_module
 from expertstream_cuda_unified import HEADROOM_PERCENT, one_pool_budget
+from expertstream_engine.cli.commands import app
 
 GIB = 1 << 30
 
@@ -34,6 +39,7 @@ class FakeRuntime:
         self.count, self.driver, self.attributes = count, driver, attributes
         self.free = 100 * GIB
         self.lacking: set[str] = set()  # attributes
+        self.failing: dict[str, int] = {}  # calls, with the status that they fail with
 
     def __getattr__(self, name: str) -> str:
         if name.startswith("cudaDevAttr"):
@@ -49,6 +55,7 @@ class FakeRuntime:
         return {"name": b"Fake GPU", "uuid": bytes([number] * 16)}
 
     def deviceGetAttribute(self, name: str, number: int) -> int:
+        self.fail("deviceGetAttribute")
         return 0 if name in self.lacking else self.attributes
 
     def driverGetVersion(self) -> int:
@@ -58,10 +65,16 @@ class FakeRuntime:
         return 13000
 
     def setDevice(self, number: int) -> None:
+        self.fail("setDevice")
         self.current = number
 
     def memGetInfo(self) -> tuple[int, int]:
+        self.fail("memGetInfo")
         return self.free, 80 * GIB
+
+    def fail(self, call: str) -> None:
+        if call in self.failing:
+            raise FakeError(self.failing[call])
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +84,7 @@ def _no_memory_of_what_was_found() -> Iterator[None]:
     yield
     for found in (device_module._runtime, device_module.open_device):
         found.cache_clear()
+    structlog.reset_defaults()  # commands configure it
 
 
 def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
@@ -127,6 +141,39 @@ def test_free_memory_that_cannot_be_is_not_believed(monkeypatch: pytest.MonkeyPa
     install(monkeypatch, FakeRuntime(1))
     with pytest.raises(MachineError, match="which cannot be"):
         open_backend("cuda_discrete")
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "status"),
+    [
+        ("cuda_discrete", "setDevice", 46),  # cudaErrorDevicesUnavailable: busy, or another process's alone
+        ("cuda_discrete", "memGetInfo", 2),  # cudaErrorMemoryAllocation: none is left for a context
+        ("cuda_unified", "setDevice", 46),
+        ("cuda_unified", "memGetInfo", 2),
+        ("cuda_unified", "deviceGetAttribute", 999),
+    ],
+)
+def test_a_device_that_is_counted_and_cannot_be_opened_gives_the_next_backend_its_turn(
+    monkeypatch: pytest.MonkeyPatch, name: str, call: str, status: int
+) -> None:
+    runtime = FakeRuntime(1)
+    runtime.free, runtime.failing = 60 * GIB, {call: status}
+    install(monkeypatch, runtime)
+    why = f"CUDA device 0 (Fake GPU) is there and cannot be opened: error {status}; nvidia-smi shows which"
+    with pytest.raises(BackendUnavailable, match=re.escape(why)) as refusal:
+        open_backend(name)
+    assert "choose another device by the option `device`, or another backend" in str(refusal.value)
+    problems = {listed.offer.name: listed.problem for listed in probe_backends()}
+    assert problems[name] == str(refusal.value)
+    planned = CliRunner().invoke(app, ["plan", "--json", "--backend", f"{name},cpu"])
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(planned.stdout)["backend"] == "cpu"
+    assert why in planned.stderr
+    refused = CliRunner().invoke(app, ["plan", "--backend", name])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert why in refused.stderr
+    runtime.failing = {}
+    assert open_backend(name).name == name, "what failed once is asked again"
 
 
 def test_a_device_that_cannot_read_host_memory_is_refused_by_attribute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ _NO_DEVICE, _DRIVER_TOO_OLD = 100, 35  # cudaErrorNoDevice, cudaErrorInsufficien
 
 @frozen
 class Device:
-    """A device that works. Any thread may call; `runtime` is CuPy's binding of the CUDA runtime."""
+    """A device that the driver counts. Any thread may call; `runtime` is CuPy's binding of the CUDA runtime."""
 
     number: int
     name: str
@@ -32,9 +32,18 @@ class Device:
         """Make it the calling thread's current device, which every thread has its own of. Belongs inside `failing`."""
         self.runtime.setDevice(self.number)
 
+    def open(self) -> None:
+        """Make a context on it, or take the one there is. Raises BackendUnavailable where the driver refuses it.
+
+        A device that is counted may be another process's alone, or have no memory left for a context.
+        """
+        with self.opening():
+            self.use()
+            self.runtime.memGetInfo()  # before CUDA 12 making a device current makes no context
+
     def attribute(self, name: str) -> int:
-        """The driver's answer to cudaDevAttr`name`."""
-        with self.failing():
+        """The driver's answer to cudaDevAttr`name`. Raises BackendUnavailable where it has none."""
+        with self.opening():
             return int(self.runtime.deviceGetAttribute(getattr(self.runtime, f"cudaDevAttr{name}"), self.number))
 
     def memory(self) -> tuple[int, int]:
@@ -50,7 +59,8 @@ class Device:
         return free_bytes, total_bytes
 
     def describe(self) -> DeviceDescription:
-        """Its name and memory, for people, with slots that `view` shows."""
+        """Its name and memory, for people, with slots that `view` shows. Raises BackendUnavailable as `open` does."""
+        self.open()
         free_bytes, total_bytes = self.memory()
         return DeviceDescription(self.name, total_bytes, free_bytes, DLPACK_TYPE)
 
@@ -60,6 +70,18 @@ class Device:
 
         memory = cupy.cuda.UnownedMemory(address, size_bytes, owner, self.number)
         return cupy.ndarray((size_bytes,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """What the driver raises inside, as BackendUnavailable: there is a device, and this process cannot have it."""
+        try:
+            yield
+        except self.runtime.CUDARuntimeError as error:
+            raise BackendUnavailable(
+                f"CUDA device {self.number} ({self.name}) is there and cannot be opened: {error}; nvidia-smi shows"
+                " which processes have it, and whether its compute mode lets others in: end them, or choose another"
+                " device by the option `device`, or another backend"
+            ) from error
 
     @contextmanager
     def failing(self) -> Iterator[None]:

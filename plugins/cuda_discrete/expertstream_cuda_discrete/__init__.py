@@ -58,8 +58,8 @@ def configure(options: Options) -> None:
 
 @hookimpl
 def host_memory_is_device_addressable() -> bool:
-    """Never: these stores keep a copy on the device. Opens the device, to say where there is none."""
-    _device().memory()
+    """Never: these stores keep a copy on the device. Opens the device, to say where there is none that can be."""
+    _device().open()
     return False
 
 

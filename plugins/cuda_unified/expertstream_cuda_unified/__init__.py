@@ -62,7 +62,7 @@ def configure(options: Options) -> None:
 
 @hookimpl
 def host_memory_is_device_addressable() -> bool:
-    """True, or BackendUnavailable naming the driver's attribute that says no."""
+    """True, or BackendUnavailable naming the driver's attribute that says no, or why the device cannot be opened."""
     device = _device()
     needed = _MAPPABLE if _options.mapped else _ADDRESSABLE
     lacking = [name for name in needed if not device.attribute(name)]
@@ -71,6 +71,7 @@ def host_memory_is_device_addressable() -> bool:
         raise BackendUnavailable(
             f"{device.name} cannot read host memory in place: the driver's {_named(lacking)} 0{remedy}"
         )
+    device.open()
     if _options.mapped:
         get_log().warning("slots_read_across_the_bus", device=device.name)
     return True
