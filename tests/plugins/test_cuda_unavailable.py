@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import types
+import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -225,6 +226,31 @@ def test_slots_are_described_as_the_memory_that_cupy_takes_them_for(
     install(monkeypatch, runtime)
     backend = open_backend(name, options=[BackendOption(name, key, value) for key, value in options.items()])
     assert backend.describe_device().dlpack_type == 2  # kDLCUDA: dlpack.h
+
+
+@pytest.mark.parametrize("choice", [[], ["--backend-option", "cuda_unified.device=1"]])
+def test_a_user_is_told_once_which_of_several_devices_is_used_and_how_to_choose(
+    monkeypatch: pytest.MonkeyPatch, choice: list[str]
+) -> None:
+    install(monkeypatch, FakeRuntime(2))
+    shown = CliRunner().invoke(app, ["plan", "--backend", "cuda_unified", *choice])
+    assert shown.exit_code == 0, shown.output
+    (line,) = [line for line in shown.stderr.splitlines() if "cuda_device_chosen" in line]
+    used, unused = (1, 0) if choice else (0, 1)
+    identity = uuid.UUID(bytes=bytes([unused] * 16))
+    assert f"device={used} " in line
+    assert "of=2" in line
+    assert f"unused='{unused} (Fake GPU, GPU-{identity})'" in line
+    assert "choose_by='--backend-option BACKEND.device=NUMBER, or =UUID'" in line
+    again = CliRunner().invoke(app, ["plan", "--backend", "cuda_unified", *choice])
+    assert "cuda_device_chosen" not in again.stderr
+
+
+def test_one_device_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakeRuntime(1))
+    shown = CliRunner().invoke(app, ["plan", "--backend", "cuda_unified", "--verbose"])
+    assert shown.exit_code == 0, shown.output
+    assert "cuda_device_chosen" not in shown.stderr
 
 
 def test_the_cpu_backend_never_loads_cuda() -> None:

@@ -105,16 +105,24 @@ def open_device(which: str) -> Device:
     """The device of that number or UUID, "0" or "GPU-...".
 
     Raises BackendUnavailable where CuPy, the driver, any device or that device is missing, saying which. The
-    driver is asked once in a process, and the log says once which one of several it is.
+    driver is asked once in a process, and the log says once which one of several it is: as a warning, because the
+    others are not used, whoever chose.
     """
     devices = _devices()
-    for device, identity in devices:
+    listed = [f"{device.number} ({device.name}, {identity})" for device, identity in devices]
+    for place, (device, identity) in enumerate(devices):
         if which in (str(device.number), identity):
             if len(devices) > 1:
-                get_log().info("cuda_device_chosen", device=device.number, name=device.name, of=len(devices))
+                get_log().warning(
+                    "cuda_device_chosen",
+                    device=device.number,
+                    name=device.name,
+                    of=len(devices),
+                    unused=", ".join(listed[:place] + listed[place + 1 :]),
+                    choose_by="--backend-option BACKEND.device=NUMBER, or =UUID",
+                )
             return device
-    listed = ", ".join(f"{device.number} ({device.name}, {identity})" for device, identity in devices)
-    raise BackendUnavailable(f"CUDA device {which!r} was asked for, by number or UUID; there are: {listed}")
+    raise BackendUnavailable(f"CUDA device {which!r} was asked for, by number or UUID; there are: {', '.join(listed)}")
 
 
 def _devices() -> list[tuple[Device, str]]:
