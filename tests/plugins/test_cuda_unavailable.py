@@ -9,6 +9,7 @@ import sys
 import types
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -226,6 +227,24 @@ def test_slots_are_described_as_the_memory_that_cupy_takes_them_for(
     install(monkeypatch, runtime)
     backend = open_backend(name, options=[BackendOption(name, key, value) for key, value in options.items()])
     assert backend.describe_device().dlpack_type == 2  # kDLCUDA: dlpack.h
+
+
+def test_a_warning_says_what_reading_across_the_bus_costs_in_figures_that_were_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, FakeRuntime(1))
+    mapped = ["--backend", "cuda_unified", "--backend-option", "cuda_unified.mapped=true"]
+    shown = CliRunner().invoke(app, ["plan", *mapped])
+    assert shown.exit_code == 0, shown.output
+    (line,) = [line for line in shown.stderr.splitlines() if "slots_read_across_the_bus" in line]
+    assert "every use of an expert moves all its bytes across the bus" in line
+    assert "cuda_discrete" in line
+    slow, fast, plain = map(int, re.findall(r"(\d+) to (\d+) GB/s in copies across it against (\d+)", line)[0])
+    measured = json.loads((Path(__file__).parents[2] / "bench" / "results" / "gpu-h200.json").read_text())
+    copies = [result["plain"][1] for result in measured["copies"]["results"]]
+    reads = [result["gb_per_s"] / result["of_read"] for result in measured["kernels"]["results"]]
+    assert slow <= min(copies) <= max(copies) <= fast
+    assert 0.98 * min(reads) <= plain <= max(reads)
 
 
 @pytest.mark.parametrize("choice", [[], ["--backend-option", "cuda_unified.device=1"]])
