@@ -36,6 +36,7 @@ class GenerationReport:
     anything was loaded, are most of it.
     `device_bytes`, of `planned_device_bytes`, and `pinned_bytes` are those of DeviceMemory, a host tier of `host_slots`
     included, which may still grow to `planned_host_slots`.
+    `on_device` says that slots are a device's, which computes or has memory of its own.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -53,6 +54,7 @@ class GenerationReport:
     host_slots: int
     planned_host_slots: int
     host_tiering: str | None
+    on_device: bool
     device_bytes: int
     pinned_bytes: int
     seeded_experts: int
@@ -94,7 +96,7 @@ class GenerationReport:
             "hits": total.hits,
             "misses": total.misses,
             "hit_rate": total.hit_rate,
-            "device_hits": total.hits if self.device_bytes else 0,
+            "device_hits": total.hits if self.on_device else 0,
             "host_hits": total.host_hits,
             "expert_bytes_read": total.expert_bytes_read,
             "h2d_bytes": total.h2d_bytes,

@@ -314,6 +314,7 @@ class Generation:
             host_slots=tier.slot_count if tier is not None else 0,
             planned_host_slots=tier.planned_slots if tier is not None else 0,
             host_tiering=plan.host_tiering if tier is not None else None,
+            on_device=plan.demand.on_device or not plan.one_pool,
             device_bytes=memory.device_bytes,
             pinned_bytes=memory.pinned_bytes,
             seeded_experts=model.seeded_experts,

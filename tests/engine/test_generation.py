@@ -9,12 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attrs import evolve
 from numpy.typing import NDArray
 
-from expertstream import UsageError
+import expertstream_cpu
+from expertstream import MemoryRequest, SlotStore, StoreMemory, UsageError, hookimpl
 from expertstream.filler import Filler
-from expertstream_engine import Model, open_model, session
-from expertstream_engine.cli.summary import prompt_line
+from expertstream_engine import BUNDLED_MODEL, Model, RunSettings, open_model, session
+from expertstream_engine.cli.consoles import size_text
+from expertstream_engine.cli.summary import print_report, prompt_line
+from expertstream_engine.demand import plan_run
 from expertstream_engine.model import MoeModel
 from expertstream_engine.sampling import Sampler
 
@@ -178,3 +182,30 @@ def test_a_model_closed_by_another_thread_ends_the_generation_and_does_not_hang(
                 pass
         closing.join(60)
         assert not closing.is_alive()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_hits_are_a_devices_where_one_computes_also_in_memory_that_is_the_hosts(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_store(store: SlotStore) -> StoreMemory:
+        return StoreMemory(store.slot_count * store.layout.slot_bytes, 3 << 20)
+
+    monkeypatch.setattr(expertstream_cpu, "measure_store", hookimpl(measure_store), raising=False)
+    settings = RunSettings(expert_memory=MemoryRequest.parse("25%"))
+    planned = plan_run(BUNDLED_MODEL, settings)
+    demand = evolve(planned.plan.demand, on_device=on_device)
+    with Model(evolve(planned, plan=evolve(planned.plan, demand=demand)), settings) as opened:
+        generation = opened.generate(PROMPT, 8, ignore_eos=True)
+        for _ in generation:
+            pass
+        report = generation.report
+    told = report.to_json()
+    assert told["hits"] > 0
+    assert told["device_hits"] == (told["hits"] if on_device else 0)
+    assert told["device_bytes"] == 0
+    pinned_bytes = len(planned.plan.classes) * (3 << 20)
+    assert told["pinned_bytes"] == pinned_bytes
+    print_report(report, sampled=False)
+    pinned = f"reads slots in {size_text(pinned_bytes)} of pinned host memory"
+    assert (pinned in capsys.readouterr().err) == on_device

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from expertstream import CommitFailed, DeviceOutOfMemory, MachineError, SlotLayout, SlotPart, SlotStore, open_backend
+import expertstream_cuda_unified
+from expertstream import (
+    CommitFailed,
+    DeviceOutOfMemory,
+    MachineError,
+    SlotLayout,
+    SlotPart,
+    SlotStore,
+    StoreMemory,
+    open_backend,
+)
 from expertstream.config import BackendOption
 from expertstream_cuda import Device
 from expertstream_cuda import device as device_module
@@ -184,6 +194,15 @@ def test_memory_that_cannot_be_registered_is_out_of_memory(runtime: FakeRuntime)
     runtime.failing = {"hostRegister"}
     with pytest.raises(DeviceOutOfMemory, match="hostRegister failed"):
         unified(runtime)
+
+
+def test_what_was_registered_with_the_device_is_measured_as_pinned(runtime: FakeRuntime) -> None:
+    registered = unified(runtime)
+    ((_, size_bytes, _),) = runtime.named("hostRegister")
+    assert size_bytes >= 2 * LAYOUT.slot_bytes
+    assert expertstream_cuda_unified.measure_store(store=registered) == StoreMemory(size_bytes, size_bytes)
+    in_place = HostStore(registered.device, LAYOUT, 2, registered=False)
+    assert expertstream_cuda_unified.measure_store(store=in_place) == StoreMemory(size_bytes, 0)
 
 
 def test_a_slot_in_host_memory_is_not_lent_before_a_reader_that_could_not_be_waited_for(runtime: FakeRuntime) -> None:

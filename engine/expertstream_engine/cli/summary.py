@@ -88,7 +88,7 @@ _ENDS = {"eos": "the model", "length": "its limit (-n)", "interrupted": "interru
 
 
 def _of_device(report: GenerationReport) -> Iterator[str]:
-    """What concerns a device with memory of its own: how much of it there is, and what went between. Else nothing."""
+    """What concerns a device's memory: how much of it there is, and what went between. Nothing without a device."""
     total = report.total
     if report.device_bytes:
         yield (
@@ -106,6 +106,8 @@ def _of_device(report: GenerationReport) -> Iterator[str]:
         planned = report.planned_host_slots
         why = f", although {counted(planned, 'slot')} were planned: the log says why" if planned else ""
         yield f"no host tier{why}; pinned memory {size_text(report.pinned_bytes)}"
+    elif report.on_device and report.pinned_bytes:
+        yield f"the device reads slots in {size_text(report.pinned_bytes)} of pinned host memory"
 
 
 def _streaming(report: GenerationReport) -> str:

@@ -21,6 +21,7 @@ from expertstream import (
     SlotLayout,
     SlotStore,
     Staging,
+    StoreMemory,
     available_memory,
     get_log,
     hookimpl,
@@ -93,6 +94,12 @@ def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | 
 def alloc_slot_store(layout: SlotLayout, slot_count: int) -> SlotStore:
     """One mapping for all slots."""
     return HostStore(_device(), layout, slot_count, registered=_options.mapped)
+
+
+@hookimpl
+def measure_store(store: SlotStore) -> StoreMemory:
+    """The mapping, and that it is pinned where it is registered."""
+    return cast(HostStore, store).memory
 
 
 @hookimpl

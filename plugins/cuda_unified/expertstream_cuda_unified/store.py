@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, available_memory
+from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, StoreMemory, available_memory
 from expertstream_cuda import Device, read_back
 
 _REGISTER_MAPPED = 0x02  # cudaHostRegisterMapped: driver_types.h
@@ -29,6 +29,7 @@ class HostStore:
         self._registered_at: int | None = None
         self._stride = -(-layout.slot_bytes // layout.alignment) * layout.alignment
         size_bytes = slot_count * self._stride + layout.alignment
+        self.memory = StoreMemory(size_bytes, size_bytes if registered else 0)  # registering pins it
         try:
             memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError, ValueError) as error:
