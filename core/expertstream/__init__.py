@@ -45,7 +45,7 @@ from expertstream.machine import AvailableMemory, available_memory, usable_cores
 from expertstream.observers import LogHooks
 from expertstream.planner import Demand, Plan, make_plan, smallest_expert_memory_bytes
 from expertstream.policies import policy_names, prepare_step
-from expertstream.resident import load_resident, resident_padding_bytes
+from expertstream.resident import ResidentTensors, load_resident, resident_padding_bytes
 from expertstream.size_classes import SizeClass, size_classes
 from expertstream.slots import (
     IO_ALIGNMENT_BYTES,
@@ -103,6 +103,7 @@ __all__ = [
     "MemoryRequest",
     "Plan",
     "ReadFailed",
+    "ResidentTensors",
     "SizeClass",
     "SlotBudget",
     "SlotLayout",

@@ -1,12 +1,13 @@
 """Load the tensors that stay resident, past the page cache where the file system allows it, into one mapping.
 
-Neighbours in the file are read together. What a device backend does with the bytes is not decided here.
+Neighbours in the file are read together. What a device backend does with the bytes is not decided here; who has copied
+a tensor elsewhere gives its memory back.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -23,6 +24,51 @@ _PIECE_BYTES = 16 << 20  # between two reports of progress; a multiple of IO_ALI
 _THREADS = 4  # enough large reads under way to keep a drive busy
 
 
+class ResidentTensors(Mapping[str, NDArray[np.uint8]]):
+    """Every resident tensor's bytes by name: (nbytes,) uint8, read-only, in the file's own encoding.
+
+    They share one mapping, freed with the last of them. For one thread at a time.
+    """
+
+    def __init__(self, memory: mmap.mmap, tensors: dict[str, NDArray[np.uint8]]) -> None:
+        """`tensors` are arrays of the mapping, which this takes over."""
+        self._memory = memory
+        self._tensors = tensors
+        first = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        starts = {name: int(data.ctypes.data) - first for name, data in tensors.items()}
+        self._spans = {name: (start, start + tensors[name].nbytes) for name, start in starts.items()}
+
+    def __getitem__(self, name: str) -> NDArray[np.uint8]:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def release(self, name: str) -> None:
+        """Give a tensor's memory back now: it is not in here any more, and no array of it may be read from then on.
+
+        Pages that another tensor reaches into stay until that one is released. Where the system takes no part of a
+        mapping back, all of it stays until the last array is gone. Raises KeyError for what is not in here.
+        """
+        del self._tensors[name]
+        start, end = self._spans.pop(name)
+        first, last = start // mmap.PAGESIZE, -(-end // mmap.PAGESIZE)
+        if self._is_in_use(first):
+            first += 1
+        if self._is_in_use(last - 1):
+            last -= 1
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            with suppress(OSError):  # a process that has locked its memory keeps it
+                self._memory.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+    def _is_in_use(self, page: int) -> bool:
+        begin, end = page * mmap.PAGESIZE, (page + 1) * mmap.PAGESIZE
+        return any(start < end and begin < stop for start, stop in self._spans.values())
+
+
 def resident_padding_bytes(checkpoint: Checkpoint) -> int:
     """How much more than its tensors' bytes the mapping of `load_resident` takes."""
     return sum(run.room_bytes for run in _runs(checkpoint)) - checkpoint.resident_bytes
@@ -30,11 +76,11 @@ def resident_padding_bytes(checkpoint: Checkpoint) -> int:
 
 def load_resident(
     checkpoint: Checkpoint, io_mode: IoMode = "auto", progress: Callable[[int, int], None] = lambda done, total: None
-) -> Mapping[str, NDArray[np.uint8]]:
-    """Every resident tensor's bytes by name: (nbytes,) uint8, read-only, in the file's own encoding.
+) -> ResidentTensors:
+    """Every resident tensor, read. `progress` hears bytes done and of all.
 
-    They share one mapping, freed with the last of them. `progress` hears bytes done and of all. Raises ReadFailed,
-    MachineError for io_mode "direct" where it is refused, CheckpointError for changed files, DeviceOutOfMemory.
+    Raises ReadFailed, MachineError for io_mode "direct" where it is refused, CheckpointError for changed files,
+    DeviceOutOfMemory.
     """
     runs = _runs(checkpoint)
     size_bytes = max(sum(run.room_bytes for run in runs), IO_ALIGNMENT_BYTES)
@@ -65,7 +111,7 @@ def load_resident(
             ticket.wait()
             done += piece.length
             progress(min(done, checkpoint.resident_bytes), checkpoint.resident_bytes)
-    return tensors
+    return ResidentTensors(memory, tensors)
 
 
 @frozen(eq=False)

@@ -5,14 +5,14 @@ It owns names and shapes; how the numbers are used is the model's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from expertstream import Checkpoint, ExpertLayer, TensorInfo, UnsupportedCheckpoint
+from expertstream import Checkpoint, ExpertLayer, ResidentTensors, TensorInfo, UnsupportedCheckpoint
 from expertstream_engine.architecture import ModelShape
 from expertstream_engine.ops.protocol import F32, I64, ExpertFfn, KernelShapes, Projection, QuantMatrix
 
@@ -77,7 +77,7 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape) -> None:
 
     Raises UnsupportedCheckpoint naming the tensors. Reads no tensor's bytes.
     """
-    tensors = _Tensors(checkpoint, {}, lambda data: data)
+    tensors = _Tensors(checkpoint, None, lambda data: data)
     _assemble(tensors, checkpoint, shape, lambda layer: np.zeros((shape.expert_count, len(layer.parts)), np.int64))
     unused = sorted(checkpoint.tensors.keys() - tensors.asked)
     if unused:
@@ -90,13 +90,14 @@ def check_tensors(checkpoint: Checkpoint, shape: ModelShape) -> None:
 def assemble_weights(
     checkpoint: Checkpoint,
     shape: ModelShape,
-    resident: Mapping[str, NDArray[np.uint8]],
+    resident: ResidentTensors,
     part_positions: Callable[[int], NDArray[np.int64]],
     place: Callable[[NDArray[np.uint8]], NDArray[np.uint8]] = lambda data: data,
 ) -> Weights:
-    """The weights as views of `resident` (as `expertstream.load_resident` gives), each put where `place` puts it.
+    """The weights as views of `resident`, each put where `place` puts it.
 
-    `part_positions` answers as `ExpertStreamer.part_positions`, `place` as `Ops.place`.
+    What was copied there leaves `resident` at once, so that at most one tensor is in memory twice. `part_positions`
+    answers as `ExpertStreamer.part_positions`, `place` as `Ops.place`.
     """
     tensors = _Tensors(checkpoint, resident, place)
     return _assemble(tensors, checkpoint, shape, lambda layer: part_positions(layer.layer))
@@ -189,7 +190,7 @@ class _Tensors:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        resident: Mapping[str, NDArray[np.uint8]],
+        resident: ResidentTensors | None,
         place: Callable[[NDArray[np.uint8]], NDArray[np.uint8]],
     ) -> None:
         self._checkpoint = checkpoint
@@ -219,10 +220,13 @@ class _Tensors:
     def _array(
         self, tensor: TensorInfo, kind: type[Any], shape: tuple[int, ...], *, placed: bool = True
     ) -> NDArray[Any]:
-        if not self._resident:
+        if self._resident is None:
             return np.broadcast_to(kind(0), shape)  # a shape alone, which takes no memory
         data = self._resident[tensor.name]
-        array: NDArray[Any] = (self._place(data) if placed else data).view(kind).reshape(shape)
+        found = self._place(data) if placed else data
+        if found is not data:
+            self._resident.release(tensor.name)
+        array: NDArray[Any] = found.view(kind).reshape(shape)
         return array
 
     def _misshaped(self, tensor: TensorInfo, expected: str) -> UnsupportedCheckpoint:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import checkpoint_files
 from expertstream import CheckpointError, load_resident, open_checkpoint, resident_padding_bytes
 from expertstream.config import IoMode
 from expertstream.slots import IO_ALIGNMENT_BYTES
+from memory_pages import pages_in_memory
 
 
 @pytest.fixture
@@ -43,6 +46,42 @@ def test_every_byte_equals_the_files_and_progress_only_grows(
     assert heard[-1] == (checkpoint.resident_bytes, checkpoint.resident_bytes)
     assert len(heard) > 2
     assert resident_padding_bytes(checkpoint) >= 0
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTNEED"), reason="this system takes no part of a mapping back")
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_a_tensor_that_is_released_takes_its_pages_along_but_for_those_of_others(
+    written: checkpoint_files.Written, seed: int | None
+) -> None:
+    """In the order of the file, and in any other."""
+    checkpoint = open_checkpoint(written.path)
+    tensors = load_resident(checkpoint)
+    files = [path.read_bytes() for path in checkpoint.files]
+    spans = {name: (data.ctypes.data, data.ctypes.data + data.nbytes) for name, data in tensors.items()}
+    begin = min(start for start, _ in spans.values()) // mmap.PAGESIZE * mmap.PAGESIZE
+    end = max(stop for _, stop in spans.values())
+    order = list(tensors)
+    if seed is not None:
+        random.Random(seed).shuffle(order)
+    assert pages_in_memory(begin, end - begin) >= pages_of(spans.values())
+    for name in order:
+        tensors.release(name)
+        del spans[name]
+        assert name not in tensors
+        assert pages_in_memory(begin, end - begin) <= pages_of(spans.values())
+        for left, data in tensors.items():
+            tensor = checkpoint.tensors[left]
+            assert data.tobytes() == files[tensor.file][tensor.offset : tensor.offset + tensor.nbytes]
+    assert not tensors
+    with pytest.raises(KeyError):
+        tensors.release(order[0])
+
+
+def pages_of(spans: Iterable[tuple[int, int]]) -> set[int]:
+    """Addresses of the pages that any of these reaches into."""
+    return {
+        page * mmap.PAGESIZE for start, end in spans for page in range(start // mmap.PAGESIZE, -(-end // mmap.PAGESIZE))
+    }
 
 
 @pytest.mark.usefixtures("small_pieces")
