@@ -11,11 +11,27 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import structlog
 from typer.testing import CliRunner
 
-from expertstream import AvailableMemory, BackendUnavailable, MachineError, open_backend, probe_backends
+import expertstream_cuda_unified
+from expertstream import (
+    AvailableMemory,
+    BackendUnavailable,
+    Checkpoint,
+    Demand,
+    DoesNotFit,
+    ExpertLayer,
+    ExpertPart,
+    MachineError,
+    MemoryRequest,
+    Plan,
+    make_plan,
+    open_backend,
+    probe_backends,
+)
 from expertstream.config import BackendOption
 from expertstream_cuda import device as device_module
 from expertstream_cuda_unified import HEADROOM_PERCENT, one_pool_budget
@@ -39,7 +55,7 @@ class FakeRuntime:
 
     def __init__(self, count: int | FakeError, driver: int = 13000, attributes: int = 1) -> None:
         self.count, self.driver, self.attributes = count, driver, attributes
-        self.free = 100 * GIB
+        self.free, self.total = 100 * GIB, 80 * GIB
         self.lacking: set[str] = set()  # attributes
         self.failing: dict[str, int] = {}  # calls, with the status that they fail with
 
@@ -72,7 +88,7 @@ class FakeRuntime:
 
     def memGetInfo(self) -> tuple[int, int]:
         self.fail("memGetInfo")
-        return self.free, 80 * GIB
+        return self.free, self.total
 
     def fail(self, call: str) -> None:
         if call in self.failing:
@@ -289,13 +305,69 @@ def test_one_pool_leaves_headroom_and_counts_what_is_resident_once() -> None:
     assert one_pool_budget(available, GIB, 200 * GIB, 7).slots == 0
 
 
-def test_a_published_case_fits_one_pool_with_streaming_and_not_without() -> None:
-    """A checkpoint of 369.96 GiB, 335.62 GiB of it experts, on a pool of 119.631 GiB; 8,000 slots take 44.56 GiB."""
-    pool_bytes = round(119.631 * GIB)
-    available = AvailableMemory(pool_bytes, "a published machine", pool_bytes)
-    slot_bytes = round(44.56 * GIB) // 8000 // 4096 * 4096
-    staged_bytes, all_bytes = round(26.01 * GIB), round(369.96 * GIB)
-    assert one_pool_budget(available, slot_bytes, staged_bytes, 8000).slots == 8000
-    assert one_pool_budget(available, slot_bytes, all_bytes, 8000).slots == 0
-    every_expert = -(-round(335.62 * GIB) // slot_bytes)
-    assert one_pool_budget(available, slot_bytes, staged_bytes, every_expert).slots < every_expert
+PUBLISHED_POOL_BYTES = round(119.631 * GIB)
+
+
+def published_case(monkeypatch: pytest.MonkeyPatch, name: str, slots: int | None) -> Plan:
+    """The plan of a published checkpoint for the real plugin, with so many slots or, None, with all experts in slots.
+
+    369.96 GiB in files, 335.62 GiB of it experts; 26.01 GiB stay; 8,000 slots are 44.56 GiB, an expert whole pages of
+    them. Host and device have 119.631 GiB, which is one pool on the unified device.
+    """
+    slot_bytes = round(44.56 * GIB / 8000) // 4096 * 4096
+    expert_count = -(-round(335.62 * GIB) // slot_bytes)
+    runtime = FakeRuntime(1)
+    runtime.free = runtime.total = PUBLISHED_POOL_BYTES
+    install(monkeypatch, runtime)
+    available = AvailableMemory(PUBLISHED_POOL_BYTES, "a published machine", PUBLISHED_POOL_BYTES)
+    monkeypatch.setattr(expertstream_cuda_unified, "available_memory", lambda: available)
+    offsets = np.arange(expert_count, dtype=np.int64) * slot_bytes
+    files = np.zeros(expert_count, np.int32)
+    part = ExpertPart("gate_up", "F32", (slot_bytes // 4, 1), slot_bytes, files, offsets)
+    layer = ExpertLayer(0, expert_count, (part,))
+    checkpoint = Checkpoint((Path("published.gguf"),), {}, {}, (layer,), 8, "a published checkpoint", ())
+    demand = Demand(
+        resident_bytes=-(-2601 * GIB // 100), kv_cache_bytes=0, workspace_bytes=0, context_tokens=0, on_device=True
+    )
+    request = MemoryRequest.parse("all" if slots is None else str(slots * slot_bytes))
+    return make_plan(checkpoint, demand, request, open_backend(name), available)
+
+
+def test_a_published_case_is_accepted_on_one_pool_with_streaming_and_refused_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = published_case(monkeypatch, "cuda_unified", 8000)
+    (planned,) = plan.classes
+    assert plan.one_pool
+    assert planned.slot_count == 8000
+    assert round(planned.total_bytes / GIB, 2) == 44.56
+    assert plan.total_bytes == plan.host_bytes == plan.demand.resident_bytes + 8000 * planned.slot_bytes
+    assert round(plan.total_bytes / GIB, 2) == 70.57
+    with pytest.raises(DoesNotFit, match=r"resident weights: 26\.01 GiB(.|\n)*total: 361\.6"):
+        published_case(monkeypatch, "cuda_unified", None)
+
+
+def test_a_published_case_is_granted_all_of_the_pool_but_the_headroom_to_the_slot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = published_case(monkeypatch, "cuda_unified", 8000)
+    slot_bytes = plan.classes[0].slot_bytes
+    headroom_bytes = PUBLISHED_POOL_BYTES * HEADROOM_PERCENT // 100
+    fit = (PUBLISHED_POOL_BYTES - headroom_bytes - plan.demand.resident_bytes) // slot_bytes
+    most = published_case(monkeypatch, "cuda_unified", fit)
+    assert most.classes[0].slot_count == fit
+    assert PUBLISHED_POOL_BYTES - slot_bytes < most.total_bytes + headroom_bytes <= PUBLISHED_POOL_BYTES
+    refusal = rf"backend 'cuda_unified' grants {fit} of {fit + 1} slots .* with {headroom_bytes} bytes left free"
+    with pytest.raises(DoesNotFit, match=refusal):
+        published_case(monkeypatch, "cuda_unified", fit + 1)
+
+
+def test_a_published_case_is_refused_by_name_on_a_discrete_device_of_that_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = published_case(monkeypatch, "cuda_discrete", 8000)
+    assert not plan.one_pool
+    assert plan.device_bytes == plan.demand.resident_bytes + 8000 * plan.classes[0].slot_bytes
+    refusal = r"backend 'cuda_discrete' grants \d+ of \d+ slots (.|\n)*resident weights: 26\.01 GiB(.|\n)*total: 361"
+    with pytest.raises(DoesNotFit, match=refusal):
+        published_case(monkeypatch, "cuda_discrete", None)
