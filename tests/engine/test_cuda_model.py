@@ -1,19 +1,26 @@
-"""Whole models on a CUDA device: the CPU's tokens, and the same bits whatever the slots."""
+"""Whole models on a CUDA device: the CPU's tokens, and the same bits whatever the slots; in Python and as commands."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from attrs import field, frozen
 from structlog.testing import capture_logs
 
 import model_files
-from expertstream import BackendOption, BudgetTooSmall
+from expertstream import BackendOption, BudgetTooSmall, open_checkpoint, smallest_expert_memory_bytes
 from expertstream_cuda.device import _devices
 from expertstream_engine import BUNDLED_MODEL, open_model
 from expertstream_engine.architecture import FAMILIES
+from expertstream_engine.report import rss_bytes
 from gpu import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -21,8 +28,16 @@ pytestmark = NEEDS_GPU
 DISCRETE: dict[str, Any] = {"backend": "cuda_discrete"}
 MAPPED: dict[str, Any] = {"backend": "cuda_unified", "backends": (BackendOption("cuda_unified", "mapped", True),)}
 BACKENDS = {"discrete": DISCRETE, "mapped": MAPPED}
+OPTIONS = {
+    "discrete": ["--backend", "cuda_discrete"],
+    "mapped": ["--backend", "cuda_unified", "--backend-option", "cuda_unified.mapped=true"],
+}
+BUDGETS = ["all", "50%", "25%", "smallest"]
 PROMPTS = [np.random.default_rng(length).integers(1, 4096, length).tolist() for length in (1, 24, 300)]
 CLEAR = 1e-3  # between the two best logits
+
+COMMAND = "from expertstream_engine.cli import main; main()"
+PATIENCE_S = 120
 
 Answer = list[tuple[bytes, bytes, tuple[int, ...]]]
 
@@ -45,17 +60,22 @@ def resident() -> Answer:
     return answer(BUNDLED_MODEL, expert_memory="all", **DISCRETE)
 
 
-@pytest.fixture(scope="module")
-def smallest_bytes() -> int:
-    with pytest.raises(BudgetTooSmall) as refusal:
-        open_model(BUNDLED_MODEL, expert_memory="1", **DISCRETE)
-    return refusal.value.smallest_bytes
+def expert_memory(path: Path, budget: str) -> str:
+    """The budget as `expert_memory` takes it, for the model at `path`."""
+    return str(smallest_expert_memory_bytes(open_checkpoint(path))) if budget == "smallest" else budget
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("budget", ["all", "50%", "25%", "smallest"])
-def test_budget_and_backend_change_no_bit(resident: Answer, smallest_bytes: int, budget: str, backend: str) -> None:
-    memory = str(smallest_bytes) if budget == "smallest" else budget
+def test_the_smallest_budget_is_what_a_refusal_names(backend: str) -> None:
+    with pytest.raises(BudgetTooSmall) as refusal:
+        open_model(BUNDLED_MODEL, expert_memory="1", **BACKENDS[backend])
+    assert str(refusal.value.smallest_bytes) == expert_memory(BUNDLED_MODEL, "smallest")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_budget_and_backend_change_no_bit(resident: Answer, budget: str, backend: str) -> None:
+    memory = expert_memory(BUNDLED_MODEL, budget)
     assert answer(BUNDLED_MODEL, expert_memory=memory, **BACKENDS[backend]) == resident
 
 
@@ -73,15 +93,15 @@ def test_another_device_of_the_same_kind_gives_the_same_bits(resident: Answer, b
     assert [(event["device"], event["of"]) for event in chosen_events] in ([], [(1, len(devices))])  # once a process
 
 
-@pytest.mark.parametrize("host_memory", ["all", "40%", "0"])
-@pytest.mark.parametrize("host_tier", ["inclusive", "exclusive"])
-@pytest.mark.parametrize("budget", ["25%", "smallest"])
-def test_a_host_tier_changes_no_bit(
-    resident: Answer, smallest_bytes: int, budget: str, host_tier: str, host_memory: str
-) -> None:
+@pytest.mark.parametrize(
+    ("host_memory", "host_tier"),
+    [("all", "inclusive"), ("all", "exclusive"), ("40%", "inclusive"), ("40%", "exclusive"), ("0", None)],
+)
+@pytest.mark.parametrize("budget", ["50%", "25%", "smallest"])
+def test_a_host_tier_changes_no_bit(resident: Answer, budget: str, host_memory: str, host_tier: str | None) -> None:
     """Also while it grows: nothing waits for it."""
-    memory = str(smallest_bytes) if budget == "smallest" else budget
-    kind = {} if host_memory == "0" else {"host_tier": host_tier}
+    memory = expert_memory(BUNDLED_MODEL, budget)
+    kind = {} if host_tier is None else {"host_tier": host_tier}
     assert answer(BUNDLED_MODEL, expert_memory=memory, host_memory=host_memory, **kind, **DISCRETE) == resident
 
 
@@ -125,9 +145,30 @@ def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_files.write_dequantized(model_files.TINY_Q8_0, tmp_path_factory.mktemp("f32") / "tiny15m-f32.gguf")
 
 
+@frozen(eq=False)
+class CpuText:
+    """What the CPU makes of a prompt: `tokens` are the prompt's and 64 more, each the likeliest of the `logits`."""
+
+    tokens: list[int]
+    prompt_length: int
+    logits: np.ndarray = field(repr=False)  # at each position but the last
+
+    @property
+    def is_clear(self) -> np.ndarray:
+        """Where the best two logits are far enough apart for every order of summation to agree."""
+        best_two = np.sort(self.logits, axis=1)[:, -2:]
+        return np.asarray(best_two[:, 1] - best_two[:, 0] >= CLEAR)
+
+    def agrees(self, generated: Sequence[int]) -> bool:
+        """Whether these are the tokens after the prompt, as far as each was clear."""
+        clear = self.is_clear[self.prompt_length - 1 :]
+        certain = next(iter(np.flatnonzero(~clear).tolist()), clear.size)
+        expected = self.tokens[self.prompt_length :]
+        return len(generated) == len(expected) and list(generated[:certain]) == expected[:certain]
+
+
 @pytest.fixture(scope="module")
-def cpu_texts(exact_model: Path) -> list[tuple[list[int], int, np.ndarray]]:
-    """For each prompt the CPU's greedy text with it, the prompt's length, and the logits at every position."""
+def cpu_texts(exact_model: Path) -> list[CpuText]:
     texts = []
     with open_model(exact_model, expert_memory="all", backend="cpu") as model:
         for prompt in PROMPTS:
@@ -135,48 +176,73 @@ def cpu_texts(exact_model: Path) -> list[tuple[list[int], int, np.ndarray]]:
             for _ in generation:
                 pass
             text = [*prompt, *generation.tokens]
-            texts.append((text, len(prompt), model.logits(text[:-1], all_positions=True)))
+            texts.append(CpuText(text, len(prompt), model.logits(text[:-1], all_positions=True)))
     return texts
 
 
-@pytest.mark.parametrize("budget", ["all", "25%"])
+@pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_exact_file_gives_the_cpus_tokens(
-    exact_model: Path, cpu_texts: list[tuple[list[int], int, np.ndarray]], budget: str, backend: str
+    exact_model: Path, cpu_texts: list[CpuText], budget: str, backend: str
 ) -> None:
-    with open_model(exact_model, expert_memory=budget, **BACKENDS[backend]) as model:
-        for text, prompt_length, expected in cpu_texts:
-            logits = model.logits(text[:-1], all_positions=True)
-            np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3)
-            best_two = np.sort(expected, axis=1)[:, -2:]
-            clear = best_two[:, 1] - best_two[:, 0] >= CLEAR
-            np.testing.assert_array_equal(logits.argmax(1)[clear], expected.argmax(1)[clear])
-            generation = model.generate(text[:prompt_length], 64, ignore_eos=True)
+    memory = expert_memory(exact_model, budget)
+    with open_model(exact_model, expert_memory=memory, **BACKENDS[backend]) as model:
+        for text in cpu_texts:
+            logits = model.logits(text.tokens[:-1], all_positions=True)
+            np.testing.assert_allclose(logits, text.logits, rtol=0, atol=1e-3)
+            clear = text.is_clear
+            np.testing.assert_array_equal(logits.argmax(1)[clear], text.logits.argmax(1)[clear])
+            generation = model.generate(text.tokens[: text.prompt_length], 64, ignore_eos=True)
             for _ in generation:
                 pass
-            until = prompt_length - 1 + next(iter(np.flatnonzero(~clear[prompt_length - 1 :]).tolist()), 64)
-            assert generation.tokens[: until + 1 - prompt_length] == text[prompt_length : until + 1]
+            assert text.agrees(generation.tokens)
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_each_architecture_gives_the_cpus_logits(architecture: str, tmp_path: Path) -> None:
+def test_each_architecture_gives_the_cpus_logits_and_the_same_bits_at_every_budget(
+    architecture: str, tmp_path: Path
+) -> None:
     path = model_files.write_random(architecture, tmp_path / "random.gguf")
     tokens = np.random.default_rng(5).integers(1, 300, 40).tolist()
     with open_model(path, expert_memory="50%", backend="cpu") as model:
         expected = model.logits(tokens, all_positions=True)
-    with open_model(path, expert_memory="50%", **DISCRETE) as model:
-        np.testing.assert_allclose(model.logits(tokens, all_positions=True), expected, rtol=0, atol=1e-3)
+    found = []
+    for backend in BACKENDS.values():
+        for budget in BUDGETS:
+            with open_model(path, expert_memory=expert_memory(path, budget), **backend) as model:
+                found.append(model.logits(tokens, all_positions=True))
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-3)
+    assert len({logits.tobytes() for logits in found}) == 1
 
 
-def test_memory_does_not_grow_over_many_tokens() -> None:
-    with open_model(BUNDLED_MODEL, expert_memory="25%", **DISCRETE) as model:
-        held = []
+LEFT_BEHIND_BYTES = 1500 * 4 * 4096
+"""What 1,500 tokens would leave if each kept one row of logits, the smallest thing of theirs that is worth a look."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_memory_does_not_grow_over_many_tokens(backend: str) -> None:
+    """From 500 tokens to 2,000: not the model's own count, nor the driver's free memory, nor the process's.
+
+    The last two may move by less than a row of logits a token: others use the device too, the driver gives memory in
+    pieces of 2 MiB, and the interpreter's heap breathes.
+    """
+    from cupy.cuda import runtime
+
+    with open_model(BUNDLED_MODEL, expert_memory="25%", **BACKENDS[backend]) as model:
+        model.wait_for_host_tier()
+        held, taken_bytes, in_use_bytes = [], [], []
         for _ in range(4):
             generation = model.generate([1], 500, ignore_eos=True)
             for _ in generation:
                 pass
-            held.append(generation.report.device_bytes)
+            held.append((generation.report.device_bytes, generation.report.pinned_bytes))
+            free_bytes, total_bytes = runtime.memGetInfo()
+            taken_bytes.append(total_bytes - free_bytes)
+            in_use_bytes.append(rss_bytes())
     assert held[1:] == held[:1] * 3
+    assert held[0][1] > 0
+    assert taken_bytes[-1] - taken_bytes[0] < LEFT_BEHIND_BYTES, taken_bytes
+    assert in_use_bytes[-1] - in_use_bytes[0] < LEFT_BEHIND_BYTES, in_use_bytes
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -188,3 +254,74 @@ def test_a_run_compiles_nothing_that_was_not_compiled_while_it_loaded(backend: s
             for _ in model.generate(prompt, 8, ignore_eos=True):
                 pass
         assert set(kernels) == loaded
+
+
+def ran(*arguments: str, program: str = COMMAND, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command that has ended, in a process of its own; one that hangs fails here."""
+    command = [sys.executable, "-c", program, *arguments]
+    environ = os.environ | environment
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_command_gives_the_cpus_tokens_and_the_devices_figures(
+    exact_model: Path, cpu_texts: list[CpuText], backend: str
+) -> None:
+    text = cpu_texts[1]
+    prompt = ",".join(map(str, text.tokens[: text.prompt_length]))
+    run = ["run", str(exact_model), "--token-ids", prompt, "-n", "64", "--ignore-eos", "--json"]
+    done = ran(*run, "--expert-memory", "25%", *OPTIONS[backend])
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert text.agrees(told["tokens"])
+    assert told["backend"] == BACKENDS[backend]["backend"]
+    assert told["device_hits"] == told["hits"] > 0
+    if backend == "discrete":
+        assert told["h2d_bytes"] > told["expert_memory_bytes"]
+        assert told["device_bytes"] > told["expert_memory_bytes"] + told["resident_bytes"]
+        assert told["pinned_bytes"] > 0
+        assert {"host_hits", "d2h_bytes"} <= set(told)
+    else:
+        assert (told["h2d_bytes"], told["device_bytes"], told["host_hits"]) == (0, 0, 0)
+        assert told["pinned_bytes"] >= told["expert_memory_bytes"]
+
+
+FULL_DEVICE = """
+from cupy.cuda import runtime
+from expertstream_cuda import Device
+from expertstream_engine.cli import main
+
+def all_of_it(device):
+    return (memory(device)[1],) * 2
+
+memory, Device.memory = Device.memory, all_of_it  # or the plan would refuse it
+runtime.setDevice(0)
+while (left_over := runtime.memGetInfo()[0] - (256 << 20)) > 16 << 20:
+    runtime.malloc(left_over // 2)
+main()
+"""
+
+
+def test_a_device_that_is_full_when_slots_are_allocated_ends_the_command_with_the_reason(tmp_path: Path) -> None:
+    path = model_files.write_sparse(tmp_path / "large.gguf", blocks=2)
+    arguments = ["run", str(path), "--token-ids", "1,2", "-n", "2", "--expert-memory", "all", *OPTIONS["discrete"]]
+    done = ran(*arguments, program=FULL_DEVICE)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "error: 128 slots of " in done.stderr
+    assert "cudaErrorMemoryAllocation" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hidden_devices_end_the_command_with_the_reason_and_give_the_cpu_its_turn(backend: str) -> None:
+    run = ["run", "--token-ids", "1,2,3", "-n", "2", "--ignore-eos", "--json"]
+    refused = ran(*run, *OPTIONS[backend], CUDA_VISIBLE_DEVICES="")
+    why = "the CUDA driver finds no device; CUDA_VISIBLE_DEVICES is ''"
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"error: {why}" in refused.stderr
+    _, name, *options = OPTIONS[backend]
+    done = ran(*run, "--backend", f"{name},cpu", *options, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["backend"] == "cpu"
+    assert why in done.stderr
