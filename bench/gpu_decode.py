@@ -2,19 +2,35 @@
 
 Writes the model first: random weights, 48 layers of 128 experts, 8 of them for each token, about 19 GB. Tokens are
 sampled, so that they and the experts differ from one to the next; how much they differ is decided by the scale of the
-embedding, without which the experts of a random model hardly change. Every expert has been through the slots before,
-so what the host tier can hold it holds. Prints one JSON object an arm: tokens a second of each round, hit rates, bytes
-read and copied, where a token's time goes, and the device memory that is in use beside what was planned.
+embedding, without which the experts of a random model hardly change.
 
-An arm is SLOTS/HOST or SLOTS/HOST/KIND, as --expert-memory, --host-memory and --host-tier take them.
+An arm is [BACKEND:]SLOTS[/HOST[/KIND]], as --backend, --expert-memory, --host-memory and --host-tier take them. All of
+them are open at once, for which there must be memory: what they take is said, and too much is refused before anything
+is loaded. Each is warmed when it is opened: every expert goes through the slots, so that what the host tier can hold it
+holds, and a long prompt is read, so that all planned memory is in use. Then they take turns, each of them once a round.
+
+Prints JSON: a line of versions, one of the memory, one of the storage's own speed, which bounds the arms that read from
+it, one line an arm, and the storage's speed again. Of an arm: tokens a second (median, lowest and highest round), hit
+rates, bytes read and copied over all rounds, where a token's time goes (each part [median, lowest, highest]), and the
+device memory that is in use beside what was planned. What each turn gave goes to stderr at once.
+
+Reads of host memory across the bus: --arms cuda_unified:all --backend-option cuda_unified.mapped=true
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
+import os
+import platform
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -22,14 +38,18 @@ from typing import Any
 
 import gguf
 import numpy as np
+from attrs import define, field, frozen
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 
-from expertstream import Counters, open_backend
-from expertstream_engine import open_model
-from expertstream_engine.sampling import SamplingSettings
+from expertstream import ConfigError, ExpertstreamError, available_memory, load_settings
+from expertstream_engine import GenerationReport, Model, RunSettings, SamplingSettings
+from expertstream_engine.demand import PlannedRun, plan_run
 
-HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY, CONTEXT = 32, 4, 128, 32768, 2048
+HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 32, 4, 128, 32768
+ARMS = ["all/0", "50%/all", "25%/all", "25%/50%/exclusive", "25%/50%/inclusive", "50%/0", "25%/0"]
+PIECE_BYTES = 4 << 20
+BEGAN = time.perf_counter()
 _TILE_BLOCKS = 1 << 15
 
 
@@ -101,6 +121,8 @@ def write_model(path: Path, layers: int, experts: int, hidden: int, width: int, 
                 file.write(piece.data)
                 left -= len(piece)
         writer.write_padding(file, file.tell())
+    file.flush()
+    os.fsync(file.fileno())  # or what is read next would share the drive with it
     writer.close()
 
 
@@ -123,7 +145,115 @@ def _tile(kind: str, deviation: float, random: np.random.Generator) -> NDArray[n
     return tile
 
 
-def run(model: Any, tokens: int, seed: int, prompt_tokens: int = 4) -> Any:
+@frozen
+class Arm:
+    """Where the experts are, as it was asked for."""
+
+    name: str
+    backend: str
+    settings: RunSettings
+
+    @classmethod
+    def of(cls, name: str, backend: str, backend_options: Iterable[str], context: int) -> Arm:
+        """Raises ConfigError."""
+        named, _, memory = name.rpartition(":")
+        backend = named or backend
+        share, *tier = memory.split("/")
+        if len(tier) > 2:
+            raise ConfigError(f"arm {name!r} is not [BACKEND:]SLOTS[/HOST[/KIND]]")
+        overrides = {
+            "backend": backend,
+            "backends": [option for option in backend_options if option.startswith(f"{backend}.")],
+            "context": context,
+            "expert_memory": share,
+            **dict(zip(("host_memory", "host_tier"), tier, strict=False)),
+        }
+        return cls(name, backend, load_settings(RunSettings, file=None, environ={}, overrides=overrides))
+
+    def planned(self, model: Path) -> PlannedRun:
+        """Its plan, made while no arm is open. Ends the program where it is refused."""
+        try:
+            return plan_run(model, self.settings)
+        except ExpertstreamError as error:
+            sys.exit(f"arm {self.name}: {error}")
+
+
+@define
+class OpenArm:
+    """An arm that is loaded and warm, with what its turns gave so far."""
+
+    arm: Arm
+    model: Model
+    opened_s: float
+    tier_s: float
+    touched_s: float
+    taken_bytes: int
+    longest: GenerationReport
+    reports: list[GenerationReport] = field(factory=list)
+    splits: list[dict[str, float]] = field(factory=list)
+
+    @classmethod
+    def opened(cls, arm: Arm, planned: PlannedRun, stack: ExitStack, tokens: int) -> OpenArm:
+        """Loaded, and every expert and a prompt that fills the context gone through it."""
+        free_bytes = planned.backend.describe_device().free_bytes or 0
+        began = time.perf_counter()
+        model = stack.enter_context(Model(planned, arm.settings))
+        opened_s = time.perf_counter() - began
+        model.wait_for_host_tier()
+        tier_s = time.perf_counter() - began - opened_s
+        for layer in planned.checkpoint.layers:
+            every = np.arange(layer.expert_count)
+            for lease in model.streamer.rounds(layer.layer, every, np.ones_like(every)):
+                lease.release()
+        touched_s = time.perf_counter() - began - opened_s - tier_s
+        longest = generated(model, tokens, 0, model.context_tokens - tokens)
+        taken_bytes = free_bytes - (planned.backend.describe_device().free_bytes or 0)
+        told(f"{arm.name} is open and warm after {time.perf_counter() - began:.1f} s")
+        return cls(arm, model, opened_s, tier_s, touched_s, taken_bytes, longest)
+
+    def take_turn(self, number: int, tokens: int) -> None:
+        """A text of its own for each round, the same for every arm."""
+        report = generated(self.model, tokens, number)
+        self.reports.append(report)
+        self.splits.append(_split(self.model, report))
+        told(f"round {number}, {self.arm.name}: {report.decode_tokens_per_second:.1f} tokens/s")
+
+    def figures(self) -> dict[str, Any]:
+        """What is printed of it."""
+        speeds = [report.decode_passes / report.decode_seconds for report in self.reports]
+        total = reduce(add, (report.decode for report in self.reports))
+        passes = sum(report.decode_passes for report in self.reports)
+        last = self.reports[-1]
+        return {
+            "arm": self.arm.name,
+            "backend": last.backend,
+            "io_mode": last.io_mode,
+            "rounds": len(self.reports),
+            "slots": last.slots,
+            "host_slots": last.host_slots,
+            "host_tiering": last.host_tiering,
+            "tokens_per_s": statistics.median(speeds),
+            "lowest": min(speeds),
+            "highest": max(speeds),
+            "hit_rate": total.hit_rate,
+            "host_hit_rate": total.host_hits / total.misses if total.misses else None,
+            "mb_read_per_token": total.expert_bytes_read / passes / 1e6,
+            "mb_h2d_per_token": total.h2d_bytes / passes / 1e6,
+            "mb_d2h_per_token": total.d2h_bytes / passes / 1e6,
+            "prefill_tokens_per_s": len(self.longest.prompt_tokens) / self.longest.prefill_seconds,
+            "ms_per_token": _spread([1e3 / speed for speed in speeds]),
+            "ms_split": {part: _spread([split[part] for split in self.splits]) for part in self.splits[0]},
+            "free_memory_taken_gb": self.taken_bytes / 1e9,
+            "device_gb": last.device_bytes / 1e9,
+            "planned_device_gb": last.planned_device_bytes / 1e9,
+            "pinned_gb": last.pinned_bytes / 1e9,
+            "open_s": self.opened_s,
+            "tier_s": self.tier_s,
+            "touched_s": self.touched_s,
+        }
+
+
+def generated(model: Model, tokens: int, seed: int, prompt_tokens: int = 4) -> GenerationReport:
     """The report of one generation."""
     prompt = np.random.default_rng(seed).integers(1, VOCABULARY, prompt_tokens).tolist()
     generation = model.generate(prompt, tokens, SamplingSettings(temperature=1.0, seed=seed), ignore_eos=True)
@@ -132,70 +262,107 @@ def run(model: Any, tokens: int, seed: int, prompt_tokens: int = 4) -> Any:
     return generation.report
 
 
-def measure(path: Path, arm: str, options: argparse.Namespace) -> dict[str, Any]:
-    share, host, *kind = arm.split("/")
-    chosen: dict[str, Any] = {"expert_memory": share}
-    if options.backend == "cuda_discrete":
-        chosen |= {"host_memory": host, **({"host_tier": kind[0]} if kind else {})}
-    backend = open_backend(options.backend)
-    free_bytes = backend.describe_device().free_bytes or 0
-    began = time.perf_counter()
-    with open_model(path, backend=options.backend, context=CONTEXT, **chosen) as model:
-        opened_s = time.perf_counter() - began
-        model.wait_for_host_tier()
-        tier_s = time.perf_counter() - began - opened_s
-        for layer in model.planned.checkpoint.layers:
-            every = np.arange(layer.expert_count)
-            for lease in model.streamer.rounds(layer.layer, every, np.ones_like(every)):
-                lease.release()
-        touched_s = time.perf_counter() - began - opened_s - tier_s
-        longest = run(model, options.tokens, 0, CONTEXT - options.tokens)  # so that all planned memory is in use
-        reports = [run(model, options.tokens, seed) for seed in range(1, options.rounds + 1)]
-        if options.profile:
-            _profile(lambda: run(model, options.tokens, 99))
-        speeds = [report.decode_tokens_per_second for report in reports]
-        total = reduce(add, (report.decode for report in reports))
-        passes = sum(report.decode_passes for report in reports)
-        token_ms = 1e3 * sum(report.decode_seconds for report in reports) / passes
-        split = _split(model, total, passes, token_ms) if options.backend == "cuda_discrete" else None
-        plan, last = model.planned.plan, reports[-1]
-        return {
-            "arm": arm,
-            "slots": last.slots,
-            "host_slots": last.host_slots,
-            "host_tiering": last.host_tiering,
-            "tokens_per_s": statistics.median(speeds),
-            "lowest": min(speeds),
-            "highest": max(speeds),
-            "hit_rate": total.hits / (total.hits + total.misses),
-            "host_hit_rate": total.host_hits / total.misses if total.misses else None,
-            "mb_read_per_token": total.expert_bytes_read / passes / 1e6,
-            "mb_h2d_per_token": total.h2d_bytes / passes / 1e6,
-            "mb_d2h_per_token": total.d2h_bytes / passes / 1e6,
-            "prefill_tokens_per_s": len(longest.prompt_tokens) / longest.prefill_seconds,
-            "ms_per_token": token_ms,
-            "ms_split": split,
-            "free_memory_taken_gb": (free_bytes - (backend.describe_device().free_bytes or 0)) / 1e9,
-            "device_gb": last.device_bytes / 1e9,
-            "planned_device_gb": plan.device_bytes / 1e9,
-            "pinned_gb": last.pinned_bytes / 1e9,
-            "open_s": opened_s,
-            "tier_s": tier_s,
-            "touched_s": touched_s,
-        }
+def take_turns(arms: Sequence[OpenArm], rounds: int, tokens: int, limit_s: float | None) -> None:
+    """Round after round, in each of which every arm has its turn. Another one begins if it should end within the limit.
+
+    The limit counts from the start of the program, and a round is expected to take as long as the longest so far.
+    """
+    longest_s = 0.0
+    for number in range(1, rounds + 1):
+        began = time.perf_counter()
+        if number > 1 and limit_s is not None and began - BEGAN + longest_s > limit_s:
+            told(f"no time is left for round {number}")
+            return
+        for arm in arms:
+            arm.take_turn(number, tokens)
+        longest_s = max(longest_s, time.perf_counter() - began)
 
 
-def _split(model: Any, total: Counters, passes: int, token_ms: float) -> dict[str, float]:
-    """Where a token's milliseconds go.
+def memory_needed(runs: Sequence[PlannedRun]) -> dict[str, float | None]:
+    """What all of them take at once beside what there is, in GB. Ends the program where there is less."""
+    plans = [run.plan for run in runs]
+    # Weights pass through host memory on their way to a device, those of one model at a time.
+    passing = [0 if plan.one_pool or not plan.demand.on_device else plan.demand.resident_bytes for plan in plans]
+    host_bytes = sum(plan.host_bytes - weights for plan, weights in zip(plans, passing, strict=True)) + max(passing)
+    device_bytes = sum(plan.device_bytes for plan in plans)
+    free_bytes = next((run.backend.describe_device().free_bytes for run in runs if run.plan.device_bytes), None)
+    available_bytes = available_memory().bytes
+    needed = {
+        "device_gb": device_bytes / 1e9,
+        "device_free_gb": None if free_bytes is None else free_bytes / 1e9,
+        "host_gb": host_bytes / 1e9,
+        "host_available_gb": available_bytes / 1e9,
+    }
+    if host_bytes > available_bytes or (free_bytes is not None and device_bytes > free_bytes):
+        sys.exit(f"the arms do not fit into memory together: {json.dumps(needed)}; name fewer of them with --arms")
+    return needed
+
+
+def storage_gb_per_s(path: Path, reads_at_once: int, begin: float) -> float | str:
+    """The speed of reads of 4 MiB past the page cache, of a GiB from that part of the file on; or why there is none."""
+    first_byte = int(path.stat().st_size * begin) // PIECE_BYTES * PIECE_BYTES
+    count = min(path.stat().st_size - first_byte, 1 << 30) // PIECE_BYTES
+    if not count or not hasattr(os, "O_DIRECT"):
+        return "not measured: the file is too small" if not count else "not measured: this system has no O_DIRECT"
+
+    def read(first: int) -> None:
+        with mmap.mmap(-1, PIECE_BYTES) as buffer:
+            for number in range(first, count, reads_at_once):
+                if os.preadv(descriptor, [buffer], first_byte + number * PIECE_BYTES) != PIECE_BYTES:
+                    raise OSError("a read came out short")
+
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except OSError as error:
+        return f"not measured: direct reads are refused: {error}"
+    try:
+        with ThreadPoolExecutor(reads_at_once) as pool:
+            began = time.perf_counter()
+            list(pool.map(read, range(reads_at_once)))
+            return count * PIECE_BYTES / (time.perf_counter() - began) / 1e9
+    except OSError as error:
+        return f"not measured: {error}"
+    finally:
+        os.close(descriptor)
+
+
+def storage(path: Path, when: str) -> dict[str, Any]:
+    """What the drive gives without this library, one read after the other and eight at once.
+
+    Of different parts of the file, so that no cache between here and the drive has the second one.
+    """
+    return {"storage": when, "gb_per_s": {1: storage_gb_per_s(path, 1, 0.0), 8: storage_gb_per_s(path, 8, 0.5)}}
+
+
+def told(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def put(record: dict[str, Any]) -> None:
+    print(json.dumps(record), flush=True)
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    return [statistics.median(values), min(values), max(values)]
+
+
+def _split(model: Model, report: GenerationReport) -> dict[str, float]:
+    """Where a token's milliseconds went in this text, by what is measured right after it.
 
     "kernels": its graphs launched one after the other without a wait between; where experts were missing, those of a
     token with none. "disk": the host stands still for reads. "copies": what the bytes copied both ways take at the
     speed of one plain copy measured now; nothing is loaded ahead, so a layer's kernels stand still for its copies, save
     those that run while others are read. "host": what is left, the host's own work and its meetings with the device.
+    Where the CPU computes, "disk" and "rest".
     """
+    passes, counters = report.decode_passes, report.decode
+    token_ms = 1e3 * report.decode_seconds / passes
+    disk_ms = 1e3 * counters.disk_wait_s / passes
+    if not model.planned.plan.demand.on_device:
+        return {"disk": disk_ms, "rest": token_ms - disk_ms}
+    copied_bytes = counters.h2d_bytes + counters.d2h_bytes
     kernels_ms = _kernels_ms(model)
-    disk_ms = 1e3 * total.disk_wait_s / passes
-    copies_ms = 1e3 * (total.h2d_bytes + total.d2h_bytes) / passes / _copy_bytes_per_s()
+    copies_ms = 1e3 * copied_bytes / passes / _copy_bytes_per_s() if copied_bytes else 0.0
     return {
         "kernels": kernels_ms,
         "disk": disk_ms,
@@ -250,33 +417,75 @@ def _profile(work: Any) -> None:
     pstats.Stats(profile).sort_stats("tottime").print_stats(28)
 
 
+def _versions(commit: str | None, runs: Sequence[PlannedRun]) -> dict[str, Any]:
+    devices = {run.backend.name: run.backend.describe_device().name for run in runs}
+    cupy = sys.modules.get("cupy")
+    return {
+        "commit": commit or _commit(),
+        "command": sys.argv,
+        "devices": devices,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "cupy": cupy.__version__ if cupy else None,
+        "cuda_of_driver": cupy.cuda.runtime.driverGetVersion() if cupy else None,
+    }
+
+
+def _commit() -> str | None:
+    """Of the checkout that this file lies in, and whether it was changed since; None where it is in none."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="where the model is, or will be written")
-    parser.add_argument("--backend", default="cuda_discrete")
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        default=["all/0", "50%/all", "25%/all", "25%/50%/exclusive", "25%/50%/inclusive", "25%/0"],
-    )
+    parser.add_argument("--backend", default="cuda_discrete", help="of the arms that name none")
+    parser.add_argument("--backend-option", action="append", default=[], metavar="NAME.KEY=VALUE")
+    parser.add_argument("--arms", nargs="+", default=ARMS)
     parser.add_argument("--embedding-scale", type=float, default=45.0, help="larger: more various experts")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, help="begin no round that would end later than this")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
     parser.add_argument("--profile", action="store_true", help="and where the host's time goes, after the rounds")
     options = parser.parse_args()
-    if not options.model.exists():
+    if options.rounds < 1 or options.tokens < 2 or options.tokens >= options.context:
+        parser.error("at least 1 round and 2 tokens are needed, and a context of more than the tokens")
+    try:
+        arms = [Arm.of(arm, options.backend, options.backend_option, options.context) for arm in options.arms]
+    except ConfigError as error:
+        parser.error(str(error))
+    backends = {arm.backend for arm in arms}
+    if stray := [option for option in options.backend_option if option.partition(".")[0] not in backends]:
+        parser.error(f"no arm is of the backend of {', '.join(stray)}; they are of {', '.join(sorted(backends))}")
+    path = options.model
+    if not path.exists():
         began = time.perf_counter()
-        write_model(
-            options.model, options.layers, options.experts, options.hidden, options.width, options.embedding_scale
-        )
-        size_gb = options.model.stat().st_size / 1e9
-        print(json.dumps({"written_gb": size_gb, "seconds": time.perf_counter() - began}), flush=True)
-    for arm in options.arms:
-        print(json.dumps(measure(options.model, arm, options)), flush=True)
+        write_model(path, options.layers, options.experts, options.hidden, options.width, options.embedding_scale)
+        put({"written_gb": path.stat().st_size / 1e9, "seconds": time.perf_counter() - began})
+    runs = [arm.planned(path) for arm in arms]
+    put(_versions(options.commit, runs))
+    put({"memory": memory_needed(runs)})
+    put(storage(path, "before"))
+    with ExitStack() as stack:
+        opened = [OpenArm.opened(arm, run, stack, options.tokens) for arm, run in zip(arms, runs, strict=True)]
+        take_turns(opened, options.rounds, options.tokens, options.limit_s)
+        for arm in opened:
+            put(arm.figures())
+            if options.profile:
+                _profile(lambda arm=arm: generated(arm.model, options.tokens, 99))
+        put(storage(path, "after"))
 
 
 if __name__ == "__main__":
