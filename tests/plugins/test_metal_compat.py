@@ -96,6 +96,17 @@ class TestSlots:
             assert address % mmap.PAGESIZE == 0
         store.close()
 
+    @pytest.mark.parametrize("alignment", [4096, 3 * 4096])
+    def test_slots_begin_at_pages_that_are_larger_than_the_alignment(
+        self, monkeypatch: pytest.MonkeyPatch, alignment: int
+    ) -> None:
+        monkeypatch.setattr(mmap, "PAGESIZE", 1 << 20)  # so large that none begins there by chance
+        store = opened(wire="off").alloc_slot_store(SlotLayout(LAYOUT.parts, alignment), 3)
+        addresses = [np.asarray(store.device_view(slot)).ctypes.data for slot in range(3)]
+        assert [address % (1 << 20) for address in addresses] == [0] * 3
+        assert [address % alignment for address in addresses] == [0] * 3
+        store.close()
+
     def test_more_than_there_is_is_refused_before_anything_is_taken(self) -> None:
         layout = SlotLayout((SlotPart("gate", 0, GIB),))
         before = locked_bytes()

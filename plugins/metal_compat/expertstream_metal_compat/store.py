@@ -26,7 +26,7 @@ Wiring = Literal["try", "require", "off"]
 
 def slot_stride_bytes(slot_bytes: int, alignment: int = 1) -> int:
     """From one slot to the next: a device takes a buffer without a copy if it is whole pages, which may be 16 KiB."""
-    unit = math.lcm(mmap.PAGESIZE, alignment)
+    unit = _unit_bytes(alignment)
     return -(-slot_bytes // unit) * unit
 
 
@@ -142,8 +142,9 @@ class WiredStore:
 
 
 def _map(slot_count: int, stride_bytes: int, layout: SlotLayout) -> NDArray[np.uint8]:
-    """Memory of zeros, (slot_count, stride_bytes), whose rows begin at multiples of the layout's alignment."""
+    """Memory of zeros, (slot_count, stride_bytes), whose rows begin at a page and at the layout's alignment."""
     size_bytes = slot_count * stride_bytes
+    unit_bytes = _unit_bytes(layout.alignment)
     available = available_memory()
     refusal = (
         f"{slot_count} slots of {layout.slot_bytes} bytes, each {stride_bytes} bytes of whole pages, need {size_bytes}"
@@ -152,12 +153,17 @@ def _map(slot_count: int, stride_bytes: int, layout: SlotLayout) -> NDArray[np.u
     if size_bytes > available.bytes:  # wiring takes every page at once, and what is not there ends the process
         raise DeviceOutOfMemory(refusal)
     try:
-        memory = mmap.mmap(-1, size_bytes + layout.alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, size_bytes + unit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
         raise DeviceOutOfMemory(f"{refusal}; the system says: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer page faults and TLB misses; direct reads pin fewer pages
         with suppress(OSError):  # EINVAL from a kernel that was built without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     mapped = np.frombuffer(memory, np.uint8)
-    start = -mapped.ctypes.data % layout.alignment
+    start = -mapped.ctypes.data % unit_bytes
     return mapped[start : start + size_bytes].reshape(slot_count, stride_bytes)
+
+
+def _unit_bytes(alignment: int) -> int:
+    """What slots begin at multiples of: whole pages, and the alignment asked for, which may be no multiple of one."""
+    return math.lcm(mmap.PAGESIZE, alignment)
