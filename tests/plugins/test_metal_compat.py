@@ -9,8 +9,10 @@ import resource
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -33,9 +35,12 @@ from expertstream_metal_compat import store as store_module
 from expertstream_metal_compat import wiring
 from expertstream_metal_compat.store import WiredStore
 from expertstream_metal_compat.streams import Streams
+from mlx_stand_in import MlxStandIn
 
 LAYOUT = SlotLayout((SlotPart("gate", 0, 8192), SlotPart("down", 8192, 4096)))
 GIB = 1 << 30
+
+Stand = TypeVar("Stand")
 
 
 def opened(**options: object) -> Backend:
@@ -302,75 +307,108 @@ class TestStreams:
         store.close()
 
 
-class MlxStandIn:
-    """What the backend uses of `mlx.core`, made of numpy: no machine of the project has the real one."""
+def array_of(a: Any, dtype: Any = None) -> Any:
+    """`asarray` as it was first."""
+    raise NotImplementedError
 
-    gpu = "gpu"
 
-    class metal:
-        @staticmethod
-        def is_available() -> bool:
-            return True
-
-    def __init__(self, *, adopts: bool = True) -> None:
-        self.adopts = adopts
-        self.adopted: list[Any] = []
-        self.synchronized = 0
-
-    def device_info(self) -> dict[str, Any]:
-        return {"device_name": "M0", "memory_size": 8 * GIB, "max_recommended_working_set_size": 4 * GIB}
-
-    def array(self, pages: Any, copy: bool) -> Any:
-        if not self.adopts:
-            raise TypeError("array() got an unexpected keyword argument 'copy'")
-        assert copy is False
-        self.adopted.append(pages)
-        return pages.view()
-
-    def default_stream(self, device: str) -> str:
-        return f"{device} 0"
-
-    def synchronize(self, stream: str) -> None:
-        assert stream == "gpu 0"
-        self.synchronized += 1
+def copy_of(a: Any, dtype: Any = None, *, copy: bool | None = None) -> Any:
+    """`asarray` when it always copied."""
+    assert copy is False
+    raise ValueError("Unable to avoid copy while creating an array as requested.")
 
 
 class TestMlx:
+    @pytest.fixture
+    def mlx(self, monkeypatch: pytest.MonkeyPatch) -> MlxStandIn:
+        return self.installed(MlxStandIn(), monkeypatch)
+
+    @staticmethod
+    def installed(mlx: Stand, monkeypatch: pytest.MonkeyPatch) -> Stand:
+        monkeypatch.setitem(sys.modules, "mlx.core", mlx)  # type: ignore[arg-type]  # a stand-in for a module
+        return mlx
+
     def test_without_it_its_views_are_refused(self) -> None:
         with pytest.raises(BackendUnavailable, match=r'needs MLX on a machine with Metal.*views = "numpy"'):
             opened(views="mlx")
 
-    def test_its_views_are_the_slots_in_whole_pages(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        mlx = MlxStandIn()
-        monkeypatch.setitem(sys.modules, "mlx.core", mlx)  # type: ignore[arg-type]  # a stand-in for a module
-        store = opened(views="mlx").alloc_slot_store(LAYOUT, 2)
+    @pytest.mark.parametrize("page_bytes", [4096, 16384])
+    def test_its_views_are_the_slots_in_whole_pages(
+        self, monkeypatch: pytest.MonkeyPatch, mlx: MlxStandIn, page_bytes: int
+    ) -> None:
+        backend = opened(views="mlx", wire="off")
+        monkeypatch.setattr(mmap, "PAGESIZE", page_bytes)
+        store = backend.alloc_slot_store(LAYOUT, 2)
         adopted = mlx.adopted[-2:]
-        assert all(pages.ctypes.data % mmap.PAGESIZE == 0 and pages.nbytes % mmap.PAGESIZE == 0 for pages in adopted)
+        assert all(pages.ctypes.data % page_bytes == 0 and pages.nbytes % page_bytes == 0 for pages in adopted)
         store.stage(1).view[:] = b"\x33" * LAYOUT.slot_bytes
-        view = store.device_view(1)
-        assert np.shares_memory(view, adopted[1])  # type: ignore[arg-type]  # an array of the stand-in
-        assert set(np.asarray(view).tobytes()) == {0x33}
-        store.mark_read(1, 0)
-        store.stage(1)
-        assert mlx.synchronized == 1, "a refill waits for what MLX launched"
+        view = np.asarray(store.device_view(1))
+        assert view.shape == (LAYOUT.slot_bytes,)
+        assert np.shares_memory(view, adopted[1])
+        assert set(view.tobytes()) == {0x33}
         store.close()
 
-    def test_one_that_would_copy_is_refused_beforehand(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "mlx.core", MlxStandIn(adopts=False))  # type: ignore[arg-type]  # as above
-        with pytest.raises(BackendUnavailable, match=r"cannot use memory without a copy; update it: .*'copy'"):
+    def test_its_views_are_evaluated_so_that_any_thread_may_use_them(
+        self, monkeypatch: pytest.MonkeyPatch, mlx: MlxStandIn
+    ) -> None:
+        backend = opened(views="mlx", wire="off")
+        monkeypatch.setattr(mmap, "PAGESIZE", 16384)  # a slot is less than its pages, so its view is a slice
+        store = backend.alloc_slot_store(LAYOUT, 2)
+        with ThreadPoolExecutor(1) as other:
+            other.submit(mlx.eval, [store.device_view(slot) for slot in range(2)]).result()
+        store.close()
+
+    def test_a_refill_waits_for_what_the_thread_that_marks_has_launched_and_the_mark_does_not(
+        self, mlx: MlxStandIn
+    ) -> None:
+        store = opened(views="mlx").alloc_slot_store(LAYOUT, 2)
+        with ThreadPoolExecutor(1) as kernels, ThreadPoolExecutor(1) as fillers:
+            end_the_kernel = kernels.submit(mlx.launch_kernel).result()
+            kernels.submit(store.mark_read, 1, 0).result(10)
+            refill = fillers.submit(store.stage, 1)
+            with pytest.raises(TimeoutError):
+                refill.result(0.05)
+            store.stage(0)  # which no kernel reads
+            end_the_kernel()
+            assert refill.result(10).slot == 1
+        store.close()
+
+    def test_slots_that_it_does_not_take_are_given_back(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = locked_bytes()
+        self.installed(MlxStandIn(largest_bytes=mmap.PAGESIZE), monkeypatch)
+        with pytest.raises(
+            DeviceOutOfMemory, match=r"2 slots of 12288 bytes, 24576 bytes in all, without a copy: \[con"
+        ):
+            opened(views="mlx").alloc_slot_store(LAYOUT, 2)
+        assert locked_bytes() == before
+
+    @pytest.mark.parametrize(
+        ("versions_own", "why"),
+        [
+            ({}, "no attribute 'asarray'"),
+            ({"asarray": array_of}, "unexpected keyword argument 'copy'"),
+            ({"asarray": copy_of}, "Unable to avoid copy"),
+        ],
+    )
+    def test_one_that_would_copy_is_refused_beforehand(
+        self, monkeypatch: pytest.MonkeyPatch, versions_own: dict[str, object], why: str
+    ) -> None:
+        self.installed(SimpleNamespace(metal=MlxStandIn.metal, **versions_own), monkeypatch)
+        with pytest.raises(
+            BackendUnavailable, match=rf"without a copy, which 0\.32\.1 is the first .* update it: .*{why}"
+        ):
             opened(views="mlx")
 
-    def test_its_device_says_the_working_set(self, monkeypatch: pytest.MonkeyPatch, eight_gib: None) -> None:
-        monkeypatch.setitem(sys.modules, "mlx.core", MlxStandIn())  # type: ignore[arg-type]  # as above
+    def test_its_device_says_the_working_set(self, mlx: MlxStandIn, eight_gib: None) -> None:
         backend = opened()
         budget = backend.budget_for_expert_size(GIB, GIB, None)
         assert budget.slots == 2
         assert "working set of 4294967296 bytes, as M0 says" in budget.reason
         assert backend.describe_device().name == "M0"
+        assert backend.describe_device().memory_bytes == 8 * GIB
 
     @pytest.mark.parametrize(("views", "dlpack_type"), [("numpy", 1), ("mlx", 8)])
     def test_the_description_says_whose_views_there_will_be(
-        self, monkeypatch: pytest.MonkeyPatch, views: str, dlpack_type: int
+        self, mlx: MlxStandIn, views: str, dlpack_type: int
     ) -> None:
-        monkeypatch.setitem(sys.modules, "mlx.core", MlxStandIn())  # type: ignore[arg-type]  # as above
         assert opened(views=views).describe_device().dlpack_type == dlpack_type

@@ -1,6 +1,7 @@
-"""The device as MLX tells it, and its arrays of memory that is not its own.
+"""The device as MLX tells it, its arrays of memory that is not its own, and when its work is over.
 
 Written for a Mac with MLX; not run here: no machine of the project has one. Tests put a stand-in in its place.
+Source: MLX 0.32.1, python/src (ops.cpp, convert.cpp, device.cpp, transforms.cpp) and mlx/stream.cpp.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 from attrs import frozen
 from numpy.typing import NDArray
 
-from expertstream import BackendUnavailable
+from expertstream import BackendUnavailable, DeviceOutOfMemory
 
 DLPACK_TYPE = 8
 """What every MLX array says of its memory by DLPack on a machine with Metal: kDLMetal."""
@@ -44,22 +45,50 @@ class Mlx:
         """Raise BackendUnavailable where this MLX can only copy memory that is not its own."""
         page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.uint8)
         try:
-            self.adopt(page, page.size)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise BackendUnavailable(f"this MLX cannot use memory without a copy; update it: {error}") from error
+            self._adopt(page)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise BackendUnavailable(
+                f"this MLX cannot use memory without a copy, which 0.32.1 is the first to do; update it: {error}"
+            ) from error
 
-    def adopt(self, pages: NDArray[np.uint8], size_bytes: int) -> Any:
-        """An MLX array of the first `size_bytes` of whole, page-aligned pages; the same bytes, not a copy."""
-        # Metal takes whole pages without a copy, nothing else; the slice afterwards shares its buffer.
-        return self.core.array(pages, copy=False)[:size_bytes]
+    def adopt(self, slots: NDArray[np.uint8], size_bytes: int) -> list[Any]:
+        """For each row of (slot_count, whole pages), an MLX array of its first `size_bytes`; not a copy.
 
-    def synchronize(self) -> None:
-        """Block until all that was launched so far is over."""
-        self.core.synchronize(self.core.default_stream(self.core.gpu))
+        Any thread may use them. Whoever has asked keeps them: MLX may write results into an array that nobody holds.
+        Raises DeviceOutOfMemory where MLX refuses one.
+        """
+        try:
+            views = [self._adopt(pages)[:size_bytes] for pages in slots]  # the slice shares the buffer of its pages
+            self.core.eval(views)  # it is lazy, and other threads could not make up for that
+        except (ValueError, RuntimeError) as error:
+            raise DeviceOutOfMemory(
+                f"MLX does not take {len(slots)} slots of {size_bytes} bytes, {slots.nbytes} bytes in all, without a"
+                f" copy: {error}"
+            ) from error
+        return views
+
+    def mark(self) -> Any:
+        """What `wait` waits for: all that the calling thread has launched on the device so far. Does not block.
+
+        Launched is what was given to MLX's `eval` or `async_eval`, on the device's default stream. Each thread has its
+        own of these, so it is the launching thread that marks.
+        """
+        mark = self.core.add(0, 0, stream=self.core.gpu)  # work of no account: a stream does it after what it has
+        self.core.async_eval(mark)
+        return mark
+
+    def wait(self, mark: Any) -> None:
+        """Block until what was marked is over. Any thread may wait, one for each mark."""
+        self.core.eval(mark)
+
+    def _adopt(self, pages: NDArray[np.uint8]) -> Any:
+        """An MLX array of the same bytes. Metal takes whole pages without a copy, nothing else."""
+        return self.core.asarray(pages, copy=False)
 
     def _info(self) -> dict[str, Any]:
         of_any_device = getattr(self.core, "device_info", None)  # the older name is deprecated where this one is
-        return dict(of_any_device() if of_any_device else self.core.metal.device_info())
+        # Without an argument it tells of the default device, which the user may have set to the CPU.
+        return dict(of_any_device(self.core.gpu) if of_any_device else self.core.metal.device_info())
 
 
 def find_mlx() -> Mlx | None:

@@ -10,6 +10,7 @@ import mmap
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 from typing import Any, Literal
 
@@ -48,9 +49,15 @@ class WiredStore:
         self._readers: list[dict[int, int]] = [{} for _ in range(slot_count)]  # of each slot: stream, last work
         self._readers_lock = Lock()
         self._mlx = mlx
-        self._views: list[Any] = [
-            pages[: layout.slot_bytes] if mlx is None else mlx.adopt(pages, layout.slot_bytes) for pages in self._pages
-        ]
+        self._views: list[Any] = []
+        if mlx is None:
+            self._views += [pages[: layout.slot_bytes] for pages in self._pages]
+            return
+        try:
+            self._views += mlx.adopt(self._pages, layout.slot_bytes)
+        except DeviceOutOfMemory:
+            self.close()
+            raise
 
     def stage(self, slot: int) -> Staging:
         """The slot itself, once the announced reads are over."""
@@ -65,10 +72,10 @@ class WiredStore:
         """Nothing to give back."""
 
     def mark_read(self, slot: int, stream: int) -> None:
-        """Remember the last work launched on the stream; MLX's own work is followed by one that waits for it."""
+        """Remember the last work launched on the stream; with MLX, also what the calling thread launched there."""
         self._slot(slot)
         if self._mlx is not None:
-            self._streams.launch(stream, self._mlx.synchronize)
+            self._streams.launch(stream, partial(self._mlx.wait, self._mlx.mark()))
         number = self._streams.last_launched(stream)
         with self._readers_lock:
             self._readers[slot][stream] = number
