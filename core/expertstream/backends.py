@@ -126,10 +126,17 @@ class Backend:
         """As the hook of this name, which was asked when the backend was opened."""
         return self._is_addressable
 
-    def budget_for_expert_size(self, expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
+    def budget_for_expert_size(
+        self, expert_bytes: int, resident_bytes: int, asked: int | None, other_slots_bytes: int = 0
+    ) -> SlotBudget:
         """As the hook of this name; a grant above what was asked is refused, and staging beside slots that are it."""
         budget = self._answer(
-            "budget_for_expert_size", SlotBudget, expert_bytes=expert_bytes, resident_bytes=resident_bytes, asked=asked
+            "budget_for_expert_size",
+            SlotBudget,
+            expert_bytes=expert_bytes,
+            resident_bytes=resident_bytes,
+            asked=asked,
+            other_slots_bytes=other_slots_bytes,
         )
         if asked is not None and budget.slots > asked:
             raise BackendContractError(

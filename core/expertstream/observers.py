@@ -18,10 +18,15 @@ class LogHooks:
 
     @hookimpl(wrapper=True)
     def budget_for_expert_size(
-        self, expert_bytes: int, resident_bytes: int, asked: int | None
+        self, expert_bytes: int, resident_bytes: int, asked: int | None, other_slots_bytes: int
     ) -> Generator[None, SlotBudget, SlotBudget]:
         # Not called resident_bytes here: caches, workspace and the slots of other sizes are among them.
-        fields = {"slot_bytes": expert_bytes, "beside_bytes": resident_bytes, "asked_slots": asked}
+        fields = {
+            "slot_bytes": expert_bytes,
+            "beside_bytes": resident_bytes,
+            "other_slots_bytes": other_slots_bytes,
+            "asked_slots": asked,
+        }
         try:
             budget = yield
         except Exception as error:

@@ -51,7 +51,9 @@ class PlanningBackend(Protocol):
         """True where slots come out of the same memory as everything else."""
         ...
 
-    def budget_for_expert_size(self, expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
+    def budget_for_expert_size(
+        self, expert_bytes: int, resident_bytes: int, asked: int | None, other_slots_bytes: int
+    ) -> SlotBudget:
         """How many slots of `expert_bytes` fit beside `resident_bytes`, at most `asked`, and what staging takes."""
         ...
 
@@ -551,8 +553,13 @@ def _answers(
     for number, (size_class, asked) in enumerate(zip(classes, slot_counts, strict=True)):
         slot_bytes = size_class.layout.slot_bytes
         later_bytes = _slots_bytes(classes[number + 1 :], smallest[number + 1 :])
-        other_bytes = sum(addend_bytes for _, addend_bytes in _addends(beside, plans)) + later_bytes
-        budget = backend.budget_for_expert_size(expert_bytes=slot_bytes, resident_bytes=other_bytes, asked=asked)
+        slots_bytes = sum(plan.total_bytes for plan in plans) + later_bytes
+        budget = backend.budget_for_expert_size(
+            expert_bytes=slot_bytes,
+            resident_bytes=slots_bytes + (beside.total_bytes if beside else 0),
+            asked=asked,
+            other_slots_bytes=slots_bytes,
+        )
         if budget.slots > asked:
             raise BackendContractError(
                 f"budget_for_expert_size granted {budget.slots} slots of {slot_bytes} bytes, and {asked} were asked for"

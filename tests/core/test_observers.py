@@ -103,7 +103,7 @@ def hooks_over(answer: object) -> Any:
 
 
 def call_budget(hooks: Any) -> object:
-    return hooks.budget_for_expert_size(expert_bytes=12288, resident_bytes=5, asked=9)
+    return hooks.budget_for_expert_size(expert_bytes=12288, resident_bytes=5, asked=9, other_slots_bytes=3)
 
 
 def call_alloc(hooks: Any) -> object:
@@ -124,6 +124,7 @@ def call_commit(hooks: Any) -> object:
                 "event": "slots_granted",
                 "slot_bytes": 12288,
                 "beside_bytes": 5,
+                "other_slots_bytes": 3,
                 "asked_slots": 9,
                 "slot_count": 7,
                 "staging_bytes": 99,

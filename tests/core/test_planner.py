@@ -75,13 +75,17 @@ class Backend:
         self.staging_count = staging_count
         self.grant = grant
         self.calls: list[tuple[int, int, int]] = []
+        self.other_slots_bytes: list[int] = []
 
     def host_memory_is_device_addressable(self) -> bool:
         return self.one_pool
 
-    def budget_for_expert_size(self, expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
+    def budget_for_expert_size(
+        self, expert_bytes: int, resident_bytes: int, asked: int | None, other_slots_bytes: int
+    ) -> SlotBudget:
         assert asked is not None
         self.calls.append((expert_bytes, resident_bytes, asked))
+        self.other_slots_bytes.append(other_slots_bytes)
         slots = self.grant(expert_bytes, resident_bytes, asked)
         return SlotBudget(slots, "the test's backend says so", self.staging_count * expert_bytes)
 
@@ -418,6 +422,7 @@ def test_a_device_that_does_not_compute_is_asked_for_its_slots_alone() -> None:
     plan = plan_for(MIXED, "all", demand=demand, backend=backend)
     assert plan.device_bytes == device_bytes
     assert backend.calls == [(SMALL_SLOT, 2 * LARGE_SLOT, 24), (LARGE_SLOT, 24 * SMALL_SLOT, 8)]
+    assert backend.other_slots_bytes == [2 * LARGE_SLOT, 24 * SMALL_SLOT]
     with pytest.raises(DoesNotFit) as refusal:
         plan_for(MIXED, "all", demand=demand, backend=Backend(one_pool=False, grant=lambda *_: 0))
     assert "resident weights" not in str(refusal.value)

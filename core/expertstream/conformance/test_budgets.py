@@ -7,16 +7,20 @@ import re
 import pytest
 
 from expertstream import Backend
-from expertstream.conformance.experts import SMALL
+from expertstream.conformance.experts import ONE_PAGE, SMALL
 from expertstream.conformance.plugin import OpenSlots
 
 MIB = 1 << 20
 EVERYTHING = 1 << 60  # bytes; more than any machine has
 
 
-def granted(backend: Backend, expert_bytes: int, resident_bytes: int, asked: int | None) -> int:
+def granted(
+    backend: Backend, expert_bytes: int, resident_bytes: int, asked: int | None, other_slots_bytes: int = 0
+) -> int:
     """The backend's own answer, before the core's check of it."""
-    budget = backend.hooks.budget_for_expert_size(expert_bytes=expert_bytes, resident_bytes=resident_bytes, asked=asked)
+    budget = backend.hooks.budget_for_expert_size(
+        expert_bytes=expert_bytes, resident_bytes=resident_bytes, asked=asked, other_slots_bytes=other_slots_bytes
+    )
     assert budget.slots >= 0
     return int(budget.slots)
 
@@ -59,7 +63,8 @@ def test_resident_bytes_that_take_everything_leave_no_slot(backend: Backend, ask
 def test_a_budget_shrinks_by_what_is_resident(backend: Backend) -> None:
     alone = granted(backend, MIB, 0, None)
     assert alone > 0, "no slot is granted beside nothing: there is no memory to test with"
-    assert granted(backend, MIB, alone * MIB // 2, None) <= alone * 3 // 4
+    half_bytes = alone * MIB // 2  # of slots: what else is resident need not count where slots alone have a limit
+    assert granted(backend, MIB, half_bytes, None, half_bytes) <= alone * 3 // 4
 
 
 @pytest.mark.hook("budget_for_expert_size")
@@ -75,3 +80,16 @@ def test_granted_slots_can_be_allocated(backend: Backend, open_slots: OpenSlots)
     if slot_count == 0:
         pytest.fail("no slot is granted beside nothing: there is no memory to test with")
     assert open_slots(SMALL, slot_count).store.slot_count == slot_count
+
+
+@pytest.mark.hook("budget_for_expert_size", "alloc_slot_store")
+def test_slots_granted_beside_slots_of_another_size_can_be_allocated_with_them(
+    backend: Backend, open_slots: OpenSlots
+) -> None:
+    small_count = granted(backend, SMALL.slot_bytes, ONE_PAGE.slot_bytes, 9, ONE_PAGE.slot_bytes)
+    small_bytes = small_count * SMALL.slot_bytes
+    page_count = granted(backend, ONE_PAGE.slot_bytes, small_bytes, 9, small_bytes)
+    if small_count == 0 or page_count == 0:
+        pytest.fail(f"{small_count} and {page_count} slots are granted: there is no memory to test with")
+    assert open_slots(SMALL, small_count).store.slot_count == small_count
+    assert open_slots(ONE_PAGE, page_count).store.slot_count == page_count
