@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import mmap
-import os
 import re
-import resource
-import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from expertstream_metal_compat import store as store_module
 from expertstream_metal_compat import wiring
 from expertstream_metal_compat.store import WiredStore
 from expertstream_metal_compat.streams import Streams
+from lock_limits import LittleLocked, run_limited
 from mlx_stand_in import MlxStandIn
 
 LAYOUT = SlotLayout((SlotPart("gate", 0, 8192), SlotPart("down", 8192, 4096)))
@@ -51,10 +51,26 @@ def opened(**options: object) -> Backend:
 
 @pytest.fixture
 def eight_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 GiB are available, and nothing limits locked memory."""
+    """8 GiB are available."""
     memory = AvailableMemory(8 * GIB, "made up", 8 * GIB)
     monkeypatch.setattr(expertstream_metal_compat, "available_memory", lambda: memory)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+LetLock = Callable[[int], LittleLocked]
+
+
+@pytest.fixture(params=[False, True], ids=["the trial is free", "the trial takes memory"])
+def let_lock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LetLock:
+    """Lets no more than so many bytes be locked from now on, on a system of either kind."""
+
+    def let(limit_bytes: int) -> LittleLocked:
+        system = LittleLocked(limit_bytes)
+        monkeypatch.setattr(wiring, "_call", system.call)
+        monkeypatch.setattr(wiring, "TRIAL_TAKES_MEMORY", request.param)
+        monkeypatch.setattr(expertstream_metal_compat, "TRIAL_TAKES_MEMORY", request.param)
+        return system
+
+    return let
 
 
 def locked_bytes() -> int:
@@ -148,70 +164,127 @@ class TestWiring:
         other.close()
 
     def test_where_wiring_fails_partway_every_slot_works_and_a_warning_says_what_was_got(
-        self, monkeypatch: pytest.MonkeyPatch
+        self, let_lock: LetLock
     ) -> None:
-        self.fail_after(2, monkeypatch)
+        system = let_lock(2 * 12288 + 8192)
         with structlog.testing.capture_logs() as log:
             store = opened().alloc_slot_store(LAYOUT, 5)
         assert isinstance(store, WiredStore)
-        assert store.wired_bytes == 2 * 12288
+        assert store.wired_bytes == system.locked_bytes == 2 * 12288
         (warning,) = [entry for entry in log if entry["event"] == "slots_wired_in_part"]
         assert (warning["wired_slots"], warning["slot_count"]) == (2, 5)
-        assert (warning["wired_bytes"], warning["total_bytes"]) == (2 * 12288, 5 * 12288)
+        assert (warning["wired_bytes"], warning["unwired_bytes"]) == (2 * 12288, 3 * 12288)
         assert "no room" in warning["error"]
         for slot in range(5):
             store.stage(slot).view[:] = bytes([slot + 1]) * LAYOUT.slot_bytes
         assert [set(store.read_back(slot)) for slot in range(5)] == [{1}, {2}, {3}, {4}, {5}]
         store.close()
+        assert system.locked_bytes == 0
 
-    def test_where_wiring_is_required_and_fails_nothing_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = locked_bytes()
-        self.fail_after(2, monkeypatch)
+    @pytest.mark.parametrize("fitting", range(8))
+    def test_what_is_required_is_granted_as_far_as_it_can_be_wired_and_then_is(
+        self, let_lock: LetLock, fitting: int
+    ) -> None:
+        system = let_lock(fitting * 12288 + 8192)
+        backend = opened(wire="require")
+        budget = backend.budget_for_expert_size(12288, GIB, 7)
+        assert budget.slots == fitting
+        assert ("all of them can be wired" in budget.reason) == (fitting == 7)
+        assert system.locked_bytes == 0, "a trial leaves nothing locked"
+        assert system.called == {"mlock" if wiring.TRIAL_TAKES_MEMORY else "mlock2", "munlock"}
+        store = backend.alloc_slot_store(LAYOUT, budget.slots)
+        assert backend.measure_store(store).pinned_bytes == system.locked_bytes == fitting * 12288
+        store.close()
+        assert system.locked_bytes == 0
+
+    def test_what_is_required_leaves_room_for_slots_of_other_classes_and_none_for_what_is_not_locked(
+        self, let_lock: LetLock
+    ) -> None:
+        let_lock(10 * 12288)
+        budget = opened(wire="require").budget_for_expert_size(12288, GIB, 100, other_slots_bytes=40960)
+        assert budget.slots == 6
+        assert (
+            "6 of 100 slots of 12288 bytes could be wired, beside 40960 bytes of other slots: no room; "
+            in budget.reason
+        )
+        assert budget.reason.endswith('; raise the limit, or set wire = "try"')
+        assert opened(wire="require").budget_for_expert_size(12288, GIB, 100, other_slots_bytes=GIB // 2).slots == 0
+
+    def test_what_need_not_be_wired_is_granted_whatever_can_be(self, let_lock: LetLock) -> None:
+        system = let_lock(2 * 12288)
+        budget = opened(wire="try").budget_for_expert_size(12288, 0, 5)
+        assert budget.slots == 5
+        assert ("; 2 of them could be wired" in budget.reason) == (not wiring.TRIAL_TAKES_MEMORY)
+        assert opened(wire="off").budget_for_expert_size(12288, 0, 5).slots == 5
+        assert system.locked_bytes == 0
+
+    def test_what_cannot_be_wired_any_more_is_refused_and_nothing_is_kept(self, let_lock: LetLock) -> None:
+        system = let_lock(5 * 12288)
+        backend = opened(wire="require")
+        assert backend.budget_for_expert_size(12288, 0, 5).slots == 5
+        system.limit_bytes = 2 * 12288 + 4096  # something else was locked meanwhile
         with pytest.raises(DeviceOutOfMemory, match=r"5 slots, 61440 bytes, .* first 2 could be, 24576 bytes.*no room"):
-            opened(wire="require").alloc_slot_store(LAYOUT, 5)
-        assert locked_bytes() == before
+            backend.alloc_slot_store(LAYOUT, 5)
+        assert system.locked_bytes == 0
 
-    @staticmethod
-    def fail_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        left = iter(range(count))
+    def test_space_for_a_trial_that_cannot_be_had_is_no_slot(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(12, "no space")
 
-        def wire(address: int, size_bytes: int) -> None:
-            if next(left, None) is None:
-                raise OSError(12, "no room")
-            wiring.wire(address, size_bytes)
+        monkeypatch.setattr(mmap, "mmap", refuse)
+        assert wiring.wirable(4096, 8192, 3) == (0, "28672 bytes to try it with cannot be mapped: [Errno 12] no space")
 
-        monkeypatch.setattr(store_module, "wire", wire)
-
-    def test_the_systems_own_limit_is_met_without_an_error(self) -> None:
-        """In a process that may lock 64 KiB: the budget knows, and the store wires as much."""
-        script = """
-import logging, os, resource
+    @pytest.mark.parametrize("takes_memory", [False, True])
+    def test_the_systems_own_limit_is_met_without_an_error(self, takes_memory: bool) -> None:
+        """In a process that may lock 256 KiB: what the budget grants can be had, for two classes together."""
+        code = f"""
+import json, logging, re
 import expertstream_metal_compat as backend
-from expertstream import SlotLayout, SlotPart
+from expertstream import DeviceOutOfMemory, SlotLayout, SlotPart
+from expertstream_metal_compat import wiring
 logging.basicConfig(format="%(message)s")
-layout = SlotLayout((SlotPart("gate", 0, 8192),))
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-if os.geteuid() == 0:
-    os.setuid(65534)  # the limit does not bind root
-print(backend.budget_for_expert_size(8192, 0, 100).reason)
-store = backend.alloc_slot_store(layout, 20)
-print(store.wired_bytes // store._stride_bytes, store.slot_count)
+small, large = (SlotLayout((SlotPart("gate", 0, size),)) for size in (16384, 49152))
+if {takes_memory}:
+    backend.TRIAL_TAKES_MEMORY = wiring.TRIAL_TAKES_MEMORY = True
+tried = backend.budget_for_expert_size(16384, 10**6, 100, 49152)
+store = backend.alloc_slot_store(small, 20)
+got = [store.wired_bytes // store._stride_bytes, store.slot_count]
 store.close()
 backend.configure(backend.Options(wire="require"))
-print(backend.budget_for_expert_size(8192, 0, 100))
+first = backend.budget_for_expert_size(16384, 10**6, 100, 49152)
+second = backend.budget_for_expert_size(49152, 10**6, 100, first.slots * 16384)
+stores = [backend.alloc_slot_store(small, first.slots), backend.alloc_slot_store(large, second.slots)]
+full = [store.memory.pinned_bytes == store.memory.slot_bytes for store in stores]
+try:
+    backend.alloc_slot_store(small, 3)
+    refusal = ""
+except DeviceOutOfMemory as error:
+    refusal = str(error)
+for store in stores:
+    store.close()
+print(json.dumps([tried.slots, tried.reason, got, first.slots, first.reason, second.slots, full, refusal]))
 """
-        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-        result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        result = run_limited(262144, code)
         assert result.returncode == 0, result.stderr
-        reason, wired, required = result.stdout.splitlines()
-        fitting = 65536 // max(8192, mmap.PAGESIZE)
-        assert reason.endswith(
-            f"; {fitting} of them can be wired for certain: the limit on locked memory (ulimit -l) is 65536 bytes,"
-            " and 0 are locked already"
+        tried, tried_reason, got, first, first_reason, second, full, refusal = json.loads(result.stdout)
+        unit = mmap.PAGESIZE
+        small, large = -(-16384 // unit) * unit, -(-49152 // unit) * unit
+        assert first == (262144 - large) // small
+        assert second == (262144 - first * small) // large
+        limit = "the limit on locked memory (ulimit -l) is 262144 bytes"
+        assert (
+            f"{first} of 100 slots of {small} bytes could be wired, beside 49152 bytes of other slots: " in first_reason
         )
-        assert wired == f"{fitting} 20"
-        assert required.startswith(f"SlotBudget(slots={fitting}, reason='{fitting} slots of ")
-        assert "slots_wired_in_part" in result.stderr
+        assert limit in first_reason
+        assert full == [True, True]
+        assert "3 slots, " in refusal
+        assert "are to be wired; the first 0 could be, 0 bytes, and then: mlock of " in refusal
+        assert tried == 100
+        if not takes_memory:
+            assert f"; {first} of them could be wired, beside 49152 bytes of other slots: " in tried_reason
+            assert limit in tried_reason
+        assert got == [262144 // small, 20]
+        assert f"wired_slots={262144 // small}" in result.stderr
 
 
 class TestBudget:
@@ -226,16 +299,6 @@ class TestBudget:
         budget = opened(recommended_working_set="4GiB").budget_for_expert_size(GIB, GIB, None)
         assert budget.slots == 2
         assert "75 % of a recommended working set of 4294967296 bytes, as configured" in budget.reason
-
-    def test_slots_that_must_be_wired_stay_within_the_limit_together_with_those_granted_before(
-        self, eight_gib: None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (6 * GIB, 6 * GIB))
-        monkeypatch.setattr(wiring, "_is_above_the_limit", lambda _: False)
-        budget = opened(wire="require", working_set_percent=100).budget_for_expert_size(GIB, 2 * GIB, None)
-        assert budget.slots == (6 * GIB - 2 * GIB - wiring._locked_bytes()) // GIB
-        assert "limit on locked memory (ulimit -l) is 6442450944 bytes" in budget.reason
-        assert opened(working_set_percent=100).budget_for_expert_size(GIB, 2 * GIB, None).slots == 6
 
     def test_no_configuration_makes_more_memory_than_there_is(self, eight_gib: None) -> None:
         budget = opened(recommended_working_set="1TiB").budget_for_expert_size(GIB, GIB, None)

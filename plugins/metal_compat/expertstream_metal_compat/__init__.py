@@ -28,7 +28,7 @@ from expertstream import (
 )
 from expertstream_metal_compat.mlx import DLPACK_TYPE, Mlx, find_mlx
 from expertstream_metal_compat.store import WiredStore, Wiring, slot_stride_bytes
-from expertstream_metal_compat.wiring import wirable_bytes
+from expertstream_metal_compat.wiring import TRIAL_TAKES_MEMORY, wirable
 
 EXPERTSTREAM_CONTRACT = 1
 
@@ -46,8 +46,7 @@ class Options:
 
     Slots and everything resident take `working_set_percent` of the recommended working set together: the device's
     own figure, or `recommended_working_set`, which goes before it. `wire` keeps slots in memory with mlock: "try"
-    wires as many as the system lets it and warns about the rest, "require" grants no more slots than can be wired
-    beside as much as is resident.
+    wires as many as the system lets it and warns about the rest, "require" grants no more slots than can be wired.
     `views` is what kernels are given: numpy arrays, or MLX arrays of the same bytes.
     """
 
@@ -77,28 +76,31 @@ def host_memory_is_device_addressable() -> bool:
 
 
 @hookimpl
-def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
-    """The stated part of the recommended working set less the resident bytes; only what can be wired, if required."""
+def budget_for_expert_size(
+    expert_bytes: int, resident_bytes: int, asked: int | None, other_slots_bytes: int
+) -> SlotBudget:
+    """The stated part of the recommended working set less the resident bytes; if required, only what can be wired.
+
+    What can be wired is tried, with as much for the slots of other classes. Where a trial takes memory, for a moment,
+    only a budget that depends on it tries.
+    """
     stride_bytes = slot_stride_bytes(expert_bytes)
     room_bytes, why = _working_set()
     slots = max(room_bytes - resident_bytes, 0) // stride_bytes
     if asked is not None:
         slots = min(asked, slots)
     reason = f"{slots} slots of {stride_bytes} bytes beside {resident_bytes} resident bytes: {why}"
-    if _options.wire == "off":
+    required = _options.wire == "require"
+    if slots == 0 or _options.wire == "off" or (TRIAL_TAKES_MEMORY and not required):
         return SlotBudget(slots, reason)
-    # Slots granted to other classes are among the resident bytes, nobody says how many: as if all of those were wired.
-    lockable_bytes, limit = wirable_bytes(resident_bytes + slots * stride_bytes)
-    wirable = max(lockable_bytes - resident_bytes, 0) // stride_bytes
-    if wirable >= slots:
-        return SlotBudget(slots, reason)
-    if _options.wire == "require":
-        return SlotBudget(
-            wirable,
-            f"{wirable} slots of {stride_bytes} bytes can be wired for certain beside {resident_bytes} resident bytes:"
-            f' {limit}; raise it, or set wire = "try"',
-        )
-    return SlotBudget(slots, f"{reason}; {wirable} of them can be wired for certain: {limit}")
+    wired, limit = wirable(other_slots_bytes, stride_bytes, slots)
+    if wired == slots:
+        return SlotBudget(slots, f"{reason}; all of them can be wired")
+    could = f"could be wired, beside {other_slots_bytes} bytes of other slots: {limit}"
+    if required:
+        remedy = 'raise the limit, or set wire = "try"'
+        return SlotBudget(wired, f"{wired} of {slots} slots of {stride_bytes} bytes {could}; {remedy}")
+    return SlotBudget(slots, f"{reason}; {wired} of them {could}")
 
 
 @hookimpl

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from expertstream import DeviceOutOfMemory, SlotLayout, Staging, StoreClosed, StoreMemory, available_memory, get_log
 from expertstream_metal_compat.mlx import Mlx
 from expertstream_metal_compat.streams import Streams
-from expertstream_metal_compat.wiring import unwire, wire
+from expertstream_metal_compat.wiring import unwire, wire_most
 
 Wiring = Literal["try", "require", "off"]
 
@@ -34,8 +34,8 @@ def slot_stride_bytes(slot_bytes: int, alignment: int = 1) -> int:
 class WiredStore:
     """Slots of whole pages, one after the other.
 
-    Unless `wiring` is "off", slots are locked into memory one by one until the system refuses. With "try", those
-    after it work as well, but may be swapped, and a warning says how many bytes are wired. Raises DeviceOutOfMemory
+    Unless `wiring` is "off", as many slots are locked into memory as the system lets. With "try", the others work as
+    well, but may be swapped, and a warning says how many bytes are wired and how many are not. Raises DeviceOutOfMemory
     with the bytes asked for and available, or with the bytes that could be wired where all are required.
     """
 
@@ -121,31 +121,29 @@ class WiredStore:
         return view
 
     def _wire(self, wiring: Wiring) -> int:
-        """Lock slot by slot; the bytes that were locked."""
+        """Lock as many slots as the system lets; the bytes that were locked."""
         assert self._pages is not None, "a store is wired while it is made"
-        size_bytes = self._pages.nbytes
-        for slot, pages in enumerate(self._pages):
-            try:
-                wire(pages.ctypes.data, self._stride_bytes)
-            except OSError as error:
-                wired_bytes = slot * self._stride_bytes
-                if wiring == "require":
-                    unwire(self._pages.ctypes.data, wired_bytes)
-                    self._pages = None
-                    raise DeviceOutOfMemory(
-                        f"{self.slot_count} slots, {size_bytes} bytes, are to be wired; the first {slot} could be,"
-                        f' {wired_bytes} bytes, and then: {error}; ask for as many, or set wire = "try"'
-                    ) from error
-                get_log().warning(
-                    "slots_wired_in_part",
-                    wired_slots=slot,
-                    slot_count=self.slot_count,
-                    wired_bytes=wired_bytes,
-                    total_bytes=size_bytes,
-                    error=str(error),
-                )
-                return wired_bytes
-        return size_bytes
+        address, total_bytes = self._pages.ctypes.data, self._pages.nbytes
+        wired_slots, refusal = wire_most(address, self._stride_bytes, self.slot_count)
+        wired_bytes = wired_slots * self._stride_bytes
+        if refusal is None:
+            return wired_bytes
+        if wiring == "require":
+            unwire(address, wired_bytes)
+            self._pages = None
+            raise DeviceOutOfMemory(
+                f"{self.slot_count} slots, {total_bytes} bytes, are to be wired; the first {wired_slots} could be,"
+                f' {wired_bytes} bytes, and then: {refusal.strerror}; ask for as many, or set wire = "try"'
+            ) from refusal
+        get_log().warning(
+            "slots_wired_in_part",
+            wired_slots=wired_slots,
+            slot_count=self.slot_count,
+            wired_bytes=wired_bytes,
+            unwired_bytes=total_bytes - wired_bytes,
+            error=refusal.strerror,
+        )
+        return wired_bytes
 
 
 def _map(slot_count: int, stride_bytes: int, layout: SlotLayout) -> NDArray[np.uint8]:
