@@ -212,6 +212,7 @@ class ExpertStreamer:
         # Reentrant, because the garbage collector may end an abandoned step in the middle of another one.
         self._lock = RLock()
         self._closing = RLock()
+        self._given_up: set[int] = set()  # ids of stores whose close was begun and is not known to have ended
         self._steps = self._hits = self._misses = self._host_hits = self._bytes_read = self._exhausted = 0
         self._h2d_bytes = 0
         self._disk_wait_s = 0.0
@@ -460,6 +461,8 @@ class ExpertStreamer:
             }
         with ExitStack() as closing:  # not under the lock, which whatever the garbage collector ends here may want
             for store, _ in self._classes:
+                if id(store) in self._given_up:
+                    continue  # another close of it beside that one would hang as well
                 if is_growing:
                     get_log().warning("store_left_open", reason="host memory is still being allocated for it")
                 elif id(store) in written:
@@ -469,10 +472,16 @@ class ExpertStreamer:
 
     def _close_store(self, store: SlotStore) -> None:
         """A second time does nothing, which is the store's own promise; one that does not end is left behind."""
+        self._given_up.add(id(store))
         try:
             within(self._limit_s, store.close)
         except Unfinished:
             get_log().warning("store_left_open", reason=f"closing it has not ended for {self._limit_s:g} s")
+        except Exception:
+            self._given_up.discard(id(store))
+            raise
+        else:
+            self._given_up.discard(id(store))
 
     def _checked(self, layer: int, experts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """The numbers as an array of our own, of the one type and layout that the compiled step is compiled for."""

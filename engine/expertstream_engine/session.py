@@ -202,13 +202,14 @@ class Model:
     def close(self) -> None:
         """End all threads and free the memory, once no thread is in a pass. A second call does nothing."""
         with self._in_use:
+            is_first, self._closed = not self._closed, True
             try:
-                if not self._closed:
+                if is_first:
                     self._memory = self._measured()
             finally:
-                self._closed = True
                 self._opened.close()
-                self.streamer.close()  # ends what an interrupt left of the call before
+                if not is_first:
+                    self.streamer.close()  # ends what an interrupt left of the call before
 
     def __enter__(self) -> Self:
         return self
