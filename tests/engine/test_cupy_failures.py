@@ -11,10 +11,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
-from expertstream import DeviceOutOfMemory, MachineError, open_checkpoint
-from expertstream_engine import BUNDLED_MODEL
-from expertstream_engine.demand import check_runnable
-from expertstream_engine.weights import kernel_shapes, weight_types
+from expertstream import DeviceOutOfMemory, MachineError
 
 OF_CUPY = (
     "expertstream_engine.cuda.launching",
@@ -150,34 +147,3 @@ def test_work_that_was_interrupted_is_not_recorded_before_it_has_run_once(cupy: 
         ops.repeated("a", work)
     assert seen == [False, False, True]
     assert stream.end_capture.return_value.launch.call_count == 2
-
-
-def test_what_a_model_launches_is_compiled_before_it_runs(cupy: MagicMock, ops: Any) -> None:
-    """For one token and for several; kernels without parameters are one module."""
-    checkpoint = open_checkpoint(BUNDLED_MODEL)
-    shape = check_runnable(checkpoint)
-    cupy.cuda.Device.return_value.compute_capability = "90"
-    told: list[str] = []
-    ops.prepare(weight_types(checkpoint), told.append, kernel_shapes(checkpoint, shape))
-    compiled = [call.kwargs["name_expressions"] for call in cupy.RawModule.call_args_list]
-    assert compiled.count(None) == 1
-    templates = {names[0] for names in compiled if names is not None}
-    assert f"attention<{shape.head_size}>" in templates
-    assert {name.partition("<")[0] for name in templates} == {"attention", "embed", "multiply", "gate_up", "down"}
-    multiplied = {
-        (tensor.type_name, tensor.shape[1])
-        for name, tensor in checkpoint.tensors.items()
-        if len(tensor.shape) == 2 and name != "token_embd.weight"
-    }
-    for type_name, columns in multiplied:
-        for tokens in (1, 8):
-            assert any(
-                name.startswith(f"multiply<{type_name}, {columns}, ") and name.endswith(f", {tokens}>")
-                for name in templates
-            )
-    assert any("multiply" not in name and "Q4_K" in name for name in templates)
-    assert {"attention", "layer"} <= set(told)
-    assert len(told) == len(set(told))
-    cupy.RawModule.reset_mock()
-    ops.prepare(weight_types(checkpoint), told.append, kernel_shapes(checkpoint, shape))
-    cupy.RawModule.assert_not_called()
