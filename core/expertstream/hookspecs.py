@@ -76,10 +76,10 @@ def budget_for_expert_size(
 
     Required. Called once for each size class, before `alloc_slot_store`; slots granted to an earlier class, and the
     fewest that later ones can do with, are counted in `resident_bytes`, and weights and caches where they lie in the
-    memory of the slots. `other_slots_bytes` of them are the slots, for a backend that has a limit of slots alone.
-    Called once more for each where fewer are granted than the core chose by itself: asked for so many, the first class
-    may be granted what all should share, so the core shares out what was granted and asks for that. Either answer may
-    be the one that counts, and no answer reserves anything.
+    memory of the slots. `other_slots_bytes` of them are the slots, before the backend's own rounding of each, for a
+    backend that has a limit of slots alone. Called once more for each where fewer are granted than the core chose by
+    itself: asked for so many, the first class may be granted what all should share, so the core shares out what was
+    granted and asks for that. Either answer may be the one that counts, and no answer reserves anything.
     `expert_bytes` is the size of a whole slot, rounded up to its alignment.
     `asked` is what the configuration asks for, None for as many as is wise; a backend may grant less and
     never more, and zero is an answer. The reason is one sentence with the numbers that decided. Allocates nothing.

@@ -123,6 +123,9 @@ def run_demand(checkpoint: Checkpoint, shape: ModelShape, context: int, threads:
     if threads is None:
         types = weight_types(checkpoint)
         workspace = device_workspace_bytes(shape, batch, context, vocabulary, types, ffns)
+        # While weights are placed, one of them is in memory twice; KV cache and workspace come after that.
+        largest_bytes = max(tensor.nbytes for tensor in checkpoint.tensors.values())
+        workspace = max(workspace, largest_bytes - context * shape.kv_bytes_per_token)
     else:
         workspace = (
             4 * (batch * _held_floats(shape) + context * shape.rope_size + 4 * vocabulary)

@@ -59,8 +59,7 @@ class Device:
         return free_bytes, total_bytes
 
     def describe(self) -> DeviceDescription:
-        """Its name and memory, for people, with slots that `view` shows. Raises BackendUnavailable as `open` does."""
-        self.open()
+        """Its name and memory, for people, with slots that `view` shows. Raises as `memory` does."""
         free_bytes, total_bytes = self.memory()
         return DeviceDescription(self.name, total_bytes, free_bytes, DLPACK_TYPE)
 
