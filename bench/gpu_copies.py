@@ -1,5 +1,7 @@
 """How fast slots of a discrete device are filled, against plain asynchronous copies of equal sizes from pinned memory.
 
+usage: python bench/gpu_copies.py [--repeats 21] [--json]
+
 The arms alternate. Ours stages and commits without reading a file; the plain one copies from as many pinned buffers and
 records an event after each copy. Prints GB/s: the median and the quartiles, and the median ratio of the pairs.
 """

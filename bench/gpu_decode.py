@@ -1,5 +1,7 @@
 """Decode speed on a CUDA device of a model shaped like 30 B parameters with 3 B active, by where its experts are.
 
+usage: python bench/gpu_decode.py MODEL [--arms ARM ...] [--rounds 5] [--tokens 64] [--limit-s SECONDS]
+
 Writes the model first: random weights, 48 layers of 128 experts, 8 of them for each token, about 19 GB. Tokens are
 sampled, so that they and the experts differ from one to the next; how much they differ is decided by the scale of the
 embedding, without which the experts of a random model hardly change.

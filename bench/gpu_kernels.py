@@ -1,5 +1,7 @@
 """How fast CUDA kernels read weights, as a fraction of what a plain read of device memory reaches in the same run.
 
+usage: python bench/gpu_kernels.py [TYPE ...] [--repeats 30] [--megabytes 1024] [--json]
+
 Every launch takes other matrices than the one before, over more bytes than the device caches. Launches are captured
 into a graph, so that the host's time between them does not count; the arms alternate. Kernels are launched as the ops
 launch them, so that one fetches weights while the one ahead of it still computes, and apart, each after the other's

@@ -1,5 +1,7 @@
 """Which kind of host tier finds more, on a recorded routing: hits of slots, hits of the tier, and what must be read.
 
+usage: python bench/host_tiers.py TRACE.npz ... [--arms SLOTS/HOST ...]
+
 Replays a trace layer step by layer step through the tables and the policy that a run uses; every miss ends at once. A
 trace is an npz file with `experts` (int16, tokens x layers x top-k, -1 for none). Arms are SLOTS/HOST in percent of all
 experts. Prints one line an arm and kind, in percent of the experts needed.

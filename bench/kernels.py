@@ -1,5 +1,7 @@
 """How fast weight kernels read weights, against a plain parallel sum of the same bytes measured in turns with them.
 
+usage: python bench/kernels.py [TYPE ...] [--threads 2] [--repeats 15] [--tokens 1 32] [--json]
+
 Every thread takes its share of the rows of each matrix, one matrix after the other, over more bytes than caches hold.
 Prints GB/s of weight bytes, the ratio to the sum and its quartiles, and how many times faster several tokens at once
 are than one by one.

@@ -511,8 +511,11 @@ def _granted(
     answers = _answers(backend, beside, classes, smallest, slot_counts)
     for (plan, reason), needed, asked in zip(answers, smallest, slot_counts, strict=True):
         if plan.slot_count < (needed if request is None else asked):
-            addends = _addends(beside, [*granted, evolve(plan, slot_count=asked)])
-            wanted = f"one step needs {needed}" if request is None else f"expert memory of {request} is {asked}"
+            wanted = f"one step needs {needed}"
+            if request is not None:
+                wanted = f"expert memory of {request} asks for {asked}; with none asked for, as many as fit are taken"
+            later = map(ClassPlan, classes[len(granted) + 1 :], slot_counts[len(granted) + 1 :])
+            addends = _addends(beside, [*granted, evolve(plan, slot_count=asked), *later])
             raise DoesNotFit(
                 f"backend {backend.name!r} grants {plan.slot_count} of {asked} slots of {plan.slot_bytes} bytes for"
                 f" {_layers(plan.size_class)}, and {wanted}: {reason}\n{_sum(addends)}"
@@ -604,7 +607,7 @@ def _thrashing(checkpoint: Checkpoint, plans: Sequence[ClassPlan]) -> Iterator[s
         if plan.slot_count < per_token:
             yield (
                 f"{_slots(plan)} are fewer than the {per_token} experts that one token uses there, so every token loads"
-                f" nearly all of them again; expert memory of {MemoryRequest(size_bytes=enough_bytes)} would hold what"
+                f" most or all of them again; expert memory of {MemoryRequest(size_bytes=enough_bytes)} would hold what"
                 " one token uses"
             )
 

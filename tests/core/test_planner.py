@@ -283,8 +283,8 @@ def test_a_request_that_the_backend_cuts_is_refused_with_its_reason_and_the_sum(
         plan_for(MIXED, "all", demand=DEMAND, backend=backend)
     text = str(refusal.value)
     assert text.startswith(
-        f"backend 'test' grants 7 of 8 slots of {LARGE_SLOT} bytes for layer 3, and expert memory of all is 8: "
-        "the test's backend says so\n"
+        f"backend 'test' grants 7 of 8 slots of {LARGE_SLOT} bytes for layer 3, and expert memory of all asks for 8;"
+        " with none asked for, as many as fit are taken: the test's backend says so\n"
     )
     for byte_count in (1_000_001, 200_002, 30_003, 24 * SMALL_SLOT, 8 * LARGE_SLOT):
         assert f"({byte_count} bytes)" in text

@@ -20,9 +20,9 @@ app = typer.Typer(
     name="expertstream",
     help="Run Mixture-of-Experts models larger than memory: experts stream from the GGUF file into slots.",
     epilog=(
-        "Exit codes: 0 done; 2 wrong options, configuration or model, or more memory than there is; 1 storage, device"
-        " or program failed during the run; 130, 143 or 129 ended by Ctrl-C, SIGTERM or SIGHUP; 141 the reader of the"
-        " output went away."
+        "Exit codes: 0 done; 2 wrong options, configuration or model, more memory than there is, or a device that"
+        " failed; 1 storage or the program failed during the run; 130, 143 or 129 ended by Ctrl-C, SIGTERM or SIGHUP;"
+        " 141 the reader of the output went away."
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,

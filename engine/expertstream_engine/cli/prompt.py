@@ -28,7 +28,7 @@ def read_prompt(prompts: Prompts, text: str | None, token_ids: str | None, *, bu
     if text is None:
         text = _from_standard_input()
         if not text and bundled:
-            say(f"prompt: {BUNDLED_PROMPT!r}, as {'none was given' if text is None else 'that is empty'}")
+            say(f"prompt: {BUNDLED_PROMPT!r}, as {'none was given' if text is None else 'what was given is empty'}")
             text = BUNDLED_PROMPT
         if not text:
             raise ConfigError("there is no prompt: give -p TEXT, --token-ids 1,2,3, or text on standard input")

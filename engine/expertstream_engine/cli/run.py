@@ -142,8 +142,8 @@ def run(
         typer.Option(
             metavar="FILE",
             rich_help_panel=_STREAMING,
-            help="Begin with the experts that an earlier run saved as hot. [dim]By default those of MODEL.hotlist.json,"
-            " if it lies beside the model.[/]",
+            help="Begin with the experts that an earlier run saved as hot. [dim]By default those of the model's name"
+            " with .hotlist.json after it (model.gguf.hotlist.json), if that lies beside the model.[/]",
         ),
     ] = None,
     save_hotlist: Annotated[

@@ -111,10 +111,10 @@ def _of_device(report: GenerationReport) -> Iterator[str]:
 
 
 def _streaming(report: GenerationReport) -> str:
-    read = size_text(report.total.expert_bytes_read)
+    read = f"{size_text(report.total.expert_bytes_read)} were read{' after that' if report.seeded_experts else ''}"
     if report.streaming:
-        return f"Streaming was on: experts shared slots; {read} were read from the file."
-    return f"Streaming was off: every expert had its own slot; {read} were read, no expert twice."
+        return f"Streaming was on: experts shared slots; {read} from the file."
+    return f"Streaming was off: every expert had its own slot; {read}, no expert twice."
 
 
 def _percent(rate: float | None) -> str:

@@ -142,6 +142,7 @@ class WiredStore:
             wired_bytes=wired_bytes,
             unwired_bytes=total_bytes - wired_bytes,
             error=refusal.strerror,
+            remedy='raise the limit on locked memory (ulimit -l), or set wire = "off"',
         )
         return wired_bytes
 
