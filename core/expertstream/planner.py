@@ -268,8 +268,12 @@ def make_plan(
     every = tuple(size_class.expert_count for size_class in classes)
     smallest_bytes = smallest_expert_memory_bytes(checkpoint)
     one_pool = backend.host_memory_is_device_addressable()
-    _refuse_what_is_no_host_tier(backend, host_request, host_tiering)
     notes: list[str] = []
+    if host_request is not None and host_request.is_nothing:
+        if host_tiering is not None and not backend.has_host_tier:
+            notes.append(f"there is no host tier, and so none that is {host_tiering}: host memory of 0 was asked for")
+    else:
+        _refuse_what_is_no_host_tier(backend, host_request, host_tiering)
 
     if request is not None:
         slot_counts = _requested(request, checkpoint, classes, smallest, every)
@@ -308,15 +312,10 @@ def make_plan(
 def _refuse_what_is_no_host_tier(
     backend: PlanningBackend, request: MemoryRequest | None, tiering: HostTiering | None
 ) -> None:
-    """Refuse what was asked of a host tier that cannot be, instead of ignoring it. Asking for none is no mistake."""
-    if backend.has_host_tier:
-        if tiering is not None and request is not None and request.size_bytes == 0:
-            raise ConfigError(f"a host tier that is {tiering} was asked for, of 0 bytes: leave one of the two out")
+    """Refuse what was asked of a host tier that cannot be, instead of ignoring it."""
+    if backend.has_host_tier or (request is None and tiering is None):
         return
-    asked = f"host memory of {request}" if request is not None and request.size_bytes != 0 else None
-    asked = asked or (f"a host tier that is {tiering}" if tiering is not None else None)
-    if asked is None:
-        return
+    asked = f"host memory of {request}" if request is not None else f"a host tier that is {tiering}"
     reason = (
         "its slots are host memory already, and a tier would keep the same bytes twice: give that memory to the slots"
         if backend.host_memory_is_device_addressable()
@@ -338,8 +337,8 @@ def _with_host_tier(
     plans = tuple(plans)
     if all(plan.slot_count == plan.size_class.expert_count for plan in plans):
         return plans, "every expert has a slot of its own"
-    if request is not None and request.size_bytes == 0:
-        return plans, "host memory of 0 bytes was asked for"
+    if request is not None and request.is_nothing:
+        return plans, "host memory of 0 was asked for"
     classes = [plan.size_class for plan in plans]
     every = [0 if plan.slot_count == plan.size_class.expert_count else plan.size_class.expert_count for plan in plans]
     beside_bytes = sum(addend_bytes for _, addend_bytes in _host_addends(demand, plans, one_pool=False))
@@ -401,8 +400,9 @@ def _requested(
             for size_class, slot_count in zip(classes, smallest, strict=True)
         )
         sufficient = MemoryRequest(size_bytes=round_up_bytes(smallest_bytes))
-        # Fewer bytes than a page are a number whose unit was left out.
-        unitless = request.size_bytes is not None and 0 < request.size_bytes < IO_ALIGNMENT_BYTES
+        # Fewer bytes than a page, and no whole K of them, are a number whose unit was left out.
+        few = request.size_bytes or IO_ALIGNMENT_BYTES
+        unitless = few < IO_ALIGNMENT_BYTES and few % 1000 != 0 and few % 1024 != 0
         meant = f"; did you mean {request.size_bytes}GiB?" if unitless else ""
         raise BudgetTooSmall(
             f"expert memory of {request} is {budget_bytes} bytes, and one step needs {smallest_bytes} bytes: "

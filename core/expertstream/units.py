@@ -95,6 +95,11 @@ class MemoryRequest:
         return cls(size_bytes=_parse_bytes(text))
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether no memory is asked for."""
+        return not self.size_bytes and not self.percent
+
+    @property
     def every_expert(self) -> bool:
         """Whether each expert shall have a slot."""
         return self.percent == 100

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Sequence
 from typing import TypeGuard
 
+import attrs
 import numpy as np
 from attrs import Attribute, field, frozen
 from numpy.typing import NDArray
@@ -75,6 +76,11 @@ class SamplingSettings:
     repeat_penalty: float = field(default=1.0, validator=_penalty)
     repeat_last_n: int = field(default=64, validator=_count)
     seed: int | None = field(default=None, validator=_seed)
+
+    def draw_options(self) -> tuple[str, ...]:
+        """Names of what is set and matters to draws alone."""
+        fields = {each.name: each.default for each in attrs.fields(SamplingSettings)}
+        return tuple(name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) != fields[name])
 
 
 class Sampler:

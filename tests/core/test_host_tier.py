@@ -298,7 +298,7 @@ def test_a_tier_that_was_turned_off_says_so(written: checkpoint_files.Written) -
         assert streamer.host_tier is None
         use(streamer, written, 0, 1)
     assert [event["reason"] for event in events if event["event"] == "host_tier_off"] == [
-        "host memory of 0 bytes was asked for"
+        "host memory of 0 was asked for"
     ]
 
 

@@ -521,7 +521,7 @@ def test_a_host_tier_has_no_more_slots_than_there_are_experts(kind: HostTiering)
     [
         ("all", None, 1 << 60, "every expert has a slot of its own"),
         ("all", "1GiB", 1 << 60, "every expert has a slot of its own"),
-        (str(SMALLEST), "0", 1 << 60, "host memory of 0 bytes was asked for"),
+        (str(SMALLEST), "0", 1 << 60, "host memory of 0 was asked for"),
         (str(SMALLEST), None, DEMAND.resident_bytes + 1, "the host has 1 bytes left"),
     ],
 )
@@ -566,10 +566,14 @@ def test_a_class_whose_experts_all_have_slots_gets_no_host_slots() -> None:
     assert [(planned.slot_count, planned.host_slot_count) for planned in plan.classes] == [(24, 0), (3, 8)]
 
 
-def test_a_tier_that_is_of_0_bytes_and_of_some_kind_is_a_contradiction() -> None:
-    backend = Backend(one_pool=False, has_host_tier=True)
-    with pytest.raises(ConfigError, match="exclusive was asked for, of 0 bytes"):
-        plan_for(MIXED, str(SMALLEST), backend=backend, host="0", host_tiering="exclusive")
+@pytest.mark.parametrize("host", ["0", "0%"])
+@pytest.mark.parametrize("has_host_tier", [True, False])
+def test_host_memory_of_0_turns_off_a_tier_of_any_kind_and_says_so(host: str, has_host_tier: bool) -> None:
+    """A file may name the kind, and the command line turn it off."""
+    backend = Backend(one_pool=False, has_host_tier=has_host_tier)
+    plan = plan_for(MIXED, str(SMALLEST), backend=backend, host=host, host_tiering="exclusive")
+    assert plan.host_memory_bytes == 0
+    assert [note for note in plan.notes if "there is no host tier" in note and "host memory of 0" in note]
 
 
 def test_an_inclusive_tier_smaller_than_the_slots_is_noted() -> None:

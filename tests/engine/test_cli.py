@@ -244,6 +244,15 @@ class TestRefusals:
         assert "line 1 is no setting; temperature can only be given as an option" in message
         assert "EXPERTSTREAM_MAX_TOKENS is no setting; max_tokens can only be given as an option" in message
 
+    def test_what_matters_to_draws_alone_is_said_to_change_nothing_at_temperature_0(self) -> None:
+        plain = call("run", *PROMPT, "-n", "2", "--expert-memory", "25%")
+        unused = call("run", *PROMPT, "-n", "2", "--expert-memory", "25%", "--seed", "4", "--top-k", "3")
+        assert unused.stdout == plain.stdout
+        assert "note: top_k and seed change nothing at temperature 0" in unused.stderr
+        assert "change nothing" not in plain.stderr
+        drawn = call("run", *PROMPT, "-n", "2", "--seed", "4", "--top-k", "3", "--temperature", "1")
+        assert "change nothing" not in drawn.stderr
+
     def test_every_option_is_a_setting_or_known_to_be_none(self) -> None:
         options = {name for name in inspect.signature(run).parameters if name not in ("config", "as_json")}
         settings = {attribute.name for attribute in attrs.fields(RunSettings)} | {"backend_option"}

@@ -193,6 +193,8 @@ def run(
         say(f"note: token ids are printed instead of text: {prompts.no_tokenizer_because}")
     for note in planned.plan.notes:
         say(f"note: {note}")
+    if not temperature and (unused := sampling.draw_options()):
+        say(f"note: {' and '.join(unused)} change nothing at temperature 0, which takes the most likely token")
 
     def report(generation: Generation) -> None:
         if as_json:
