@@ -481,8 +481,9 @@ def _refuse_what_does_not_fit(
     if one_pool:
         lacking_bytes = smallest_bytes - left_bytes
     if lacking_bytes <= 0:
-        fitting = MemoryRequest(size_bytes=max(round_down_bytes(left_bytes), smallest_bytes))
-        advice = f"expert memory of {fitting} ({left_bytes} bytes) or less would fit"
+        # Another run finds a little more or less available than this one.
+        fitting = MemoryRequest(size_bytes=max(round_down_bytes(left_bytes - left_bytes // 32), smallest_bytes))
+        advice = f"expert memory of {fitting} or less would fit into the {left_bytes} bytes that are left"
     else:
         needed = f"even with the smallest expert memory, {smallest_bytes} bytes, " if one_pool else ""
         kv_cache_bytes = demand.kv_cache_bytes if one_pool or not demand.on_device else 0
