@@ -5,9 +5,12 @@ It owns the file's format and whether a list may be used with a model. It loads 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import secrets
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,14 @@ from expertstream.checkpoint.index import Checkpoint
 from expertstream.errors import ConfigError, MachineError
 from expertstream.log import get_log
 from expertstream.slots import ExpertKey
+from expertstream.small_files import kind_of, read_small_file
 
 _FORMAT = "expertstream-hotlist"
 _VERSION = 1
 _SUFFIX = ".hotlist.json"
+
+_MOST_BYTES = 64 * 1024**2
+"""No hotlist is longer: an expert takes some 40 bytes at most, which makes it more than a million experts."""
 
 
 @frozen(eq=False)
@@ -63,7 +70,7 @@ def choose_hotlist(checkpoint: Checkpoint, named: Path | None) -> Hotlist | None
     logged. Raises ConfigError for that, and for a file that cannot be read or is no hotlist.
     """
     path = named if named is not None else hotlist_beside(checkpoint)
-    if named is None and not path.exists():
+    if named is None and _is_nothing(path):
         return None
     hotlist = read_hotlist(path)
     of_another = (
@@ -91,17 +98,27 @@ def choose_hotlist(checkpoint: Checkpoint, named: Path | None) -> Hotlist | None
 
 
 def read_hotlist(path: Path) -> Hotlist:
-    """The list in a file. Raises ConfigError where it cannot be read, is no hotlist or has a version not known here."""
+    """The list in an ordinary file.
+
+    Raises ConfigError where it cannot be read, is no hotlist, is longer than any or has a version not known here.
+    """
     try:
-        return _parsed(json.loads(path.read_bytes()))
+        content = read_small_file(path, _MOST_BYTES)
     except OSError as error:
         raise ConfigError(f"hotlist {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # also a NUL in the name
+        raise ConfigError(f"hotlist {path} cannot be read: {error}") from error
+    try:
+        return _parsed(json.loads(content))
     except (ValueError, OverflowError, RecursionError) as error:  # also not UTF-8, numbers beyond floats, JSON too deep
         raise ConfigError(f"{path} is not a hotlist of version {_VERSION}: {error}") from error
 
 
 def write_hotlist(path: Path, hotlist: Hotlist) -> None:
-    """Write a list in place of what `path` holds, all of it or nothing. Raises MachineError where that fails."""
+    """Write a list in place of the list that `path` holds, all of it or nothing.
+
+    Raises ConfigError where `refuse_unwritable` does, MachineError where writing fails.
+    """
     document = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -113,11 +130,12 @@ def write_hotlist(path: Path, hotlist: Hotlist) -> None:
         },
         "experts": [[key.layer, key.expert, score] for key, score in hotlist.scores.items()],
     }
+    refuse_unwritable(path)
     target = Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    unfinished = target.with_name(f".{secrets.token_hex(8)}{_SUFFIX}")  # however long the name of the target is
     try:
         try:
-            with unfinished.open("w", encoding="utf-8") as file:
+            with unfinished.open("x", encoding="utf-8") as file:
                 json.dump(document, file, allow_nan=False)
                 file.write("\n")
                 file.flush()
@@ -130,16 +148,46 @@ def write_hotlist(path: Path, hotlist: Hotlist) -> None:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raise ConfigError where a hotlist could not be written at `path`, as far as that shows beforehand."""
+    """Raise ConfigError where a hotlist could not be written at `path`, as far as that shows beforehand.
+
+    A list takes the place of what is there, so that may only be another list, of any model, or an empty file.
+    """
+    refusal = f"a hotlist cannot be saved as {path}"
     try:
-        folder = Path(os.path.realpath(path)).parent
-        if path.exists() and not path.is_file():  # a list takes the place of what is there: never of a device or a pipe
-            kind = "a folder" if path.is_dir() else "not an ordinary file"
-            raise ConfigError(f"a hotlist cannot be saved as {path}: it is {kind}")
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise ConfigError(f"a hotlist cannot be saved as {path}: {folder} is no folder that can be written to")
+        status = _status(path)
+    except OSError as error:
+        raise ConfigError(f"{refusal}: {error.strerror}") from error
     except ValueError as error:  # a NUL in the name
-        raise ConfigError(f"a hotlist cannot be saved as {str(path)!r}: {error}") from error
+        raise ConfigError(f"{refusal}: {error}") from error
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{refusal}: it is {kind_of(status.st_mode)}, not an ordinary file")
+    folder = os.path.dirname(os.path.realpath(path))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{refusal}: {folder} is no folder that can be written to")
+    if status is not None and status.st_size:
+        try:
+            read_hotlist(path)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{refusal}: it holds something that cannot be read as a hotlist; name another file or remove it"
+                f" ({error})"
+            ) from error
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """None where there is nothing at `path`. Raises OSError where that cannot be told, ValueError for a NUL in it."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _is_nothing(path: Path) -> bool:
+    """Whether nothing is surely at `path`: what cannot be looked at may be there, if its name is not too long to be."""
+    try:
+        return _status(path) is None
+    except OSError as error:
+        return error.errno == errno.ENAMETOOLONG
 
 
 def _parsed(document: Any) -> Hotlist:

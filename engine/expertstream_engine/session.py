@@ -177,9 +177,10 @@ class Model:
         return Generation(self, ids, max_tokens, sampling or SamplingSettings(), ignore_eos)
 
     def save_hotlist(self, path: str | os.PathLike[str]) -> int:
-        """Write the experts used so far, hottest first, in place of what `path` holds; how many they are.
+        """Write the experts used so far, hottest first, in place of the hotlist that `path` holds; how many they are.
 
-        A later run is seeded from that file. Raises MachineError where it cannot be written.
+        A later run is seeded from that file. Raises ConfigError where `path` is something else than a hotlist, an empty
+        file or a new name in a folder that can be written to, and MachineError where writing fails.
         """
         hottest = self.streamer.hottest()
         write_hotlist(Path(path), hotlist_of(self.planned.checkpoint, hottest))

@@ -174,6 +174,32 @@ def test_a_file_that_is_no_list_is_refused(tmp_path: Path, content: bytes) -> No
         read_hotlist(tmp_path / "list")
 
 
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_only_an_ordinary_file_no_longer_than_a_list_is_read(
+    checkpoint: Checkpoint, tmp_path: Path, by_itself: bool
+) -> None:
+    path = hotlist_beside(checkpoint) if by_itself else tmp_path / "list"
+
+    def refused(why: str) -> None:
+        with pytest.raises(ConfigError, match=f"hotlist {path} cannot be read: {why}"):
+            choose_hotlist(checkpoint, None if by_itself else path)
+        path.unlink()
+
+    os.mkfifo(path)  # who opened it would wait for somebody who writes
+    refused("it is a pipe, not an ordinary file")
+    path.symlink_to("/dev/zero")
+    refused("it is a character device, not an ordinary file")
+    path.touch()
+    os.truncate(path, 64 * 1024**2 + 1)  # a hole, which takes no room
+    refused("it is longer than 67108864 bytes")
+
+
+def test_a_model_whose_name_leaves_no_room_for_a_list_beside_it_has_none(tmp_path: Path) -> None:
+    name = "x" * (os.pathconf(tmp_path, "PC_NAME_MAX") - len(".gguf")) + ".gguf"
+    checkpoint = open_checkpoint(checkpoint_files.write_checkpoint(tmp_path / name).path)
+    assert choose_hotlist(checkpoint, None) is None
+
+
 def test_a_list_that_cannot_be_written_leaves_the_old_one(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,10 +228,71 @@ def test_where_nothing_can_be_written_is_known_beforehand(tmp_path: Path) -> Non
     refuse_unwritable(tmp_path / "new")
     with pytest.raises(ConfigError, match="nowhere is no folder that can be written to"):
         refuse_unwritable(tmp_path / "nowhere" / "new")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is no folder that can be written to"):
+        refuse_unwritable(tmp_path / "file" / "new")
     with pytest.raises(ConfigError, match="it is a folder"):
         refuse_unwritable(tmp_path)
     os.mkfifo(tmp_path / "pipe")  # a list would take its place
-    with pytest.raises(ConfigError, match="it is not an ordinary file"):
+    with pytest.raises(ConfigError, match="it is a pipe, not an ordinary file"):
         refuse_unwritable(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a character device"):
+        refuse_unwritable(Path(os.devnull))
     with pytest.raises(ConfigError, match="null"):
         refuse_unwritable(tmp_path / "a\0b")
+    with pytest.raises(ConfigError, match="xxx: File name too long"):
+        refuse_unwritable(tmp_path / ("x" * 300))
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(ConfigError, match="circle: Too many levels"):
+        refuse_unwritable(tmp_path / "circle")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may search everything")
+def test_a_folder_that_may_not_be_searched_is_known_beforehand(tmp_path: Path) -> None:
+    (folder := tmp_path / "shut").mkdir(mode=0o600)
+    with pytest.raises(ConfigError, match="shut/list: Permission denied"):
+        refuse_unwritable(folder / "list")
+
+
+def test_what_may_not_be_looked_at_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", denied)
+    with pytest.raises(ConfigError, match=r"saved as .*list: Permission denied"):
+        refuse_unwritable(tmp_path / "list")
+    with pytest.raises(ConfigError, match="list cannot be read: Permission denied"):
+        read_hotlist(tmp_path / "list")
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("save", [refuse_unwritable, lambda path: write_hotlist(path, Hotlist("0", "m", 1, {}, {}))])
+def test_a_list_takes_the_place_of_lists_and_empty_files_alone(
+    checkpoint: Checkpoint, tmp_path: Path, save: Callable[[Path], None], link: bool
+) -> None:
+    held, path = tmp_path / "held", tmp_path / ("link" if link else "held")
+    if link:
+        path.symlink_to(held)
+    for content in (
+        checkpoint.files[0].read_bytes(),
+        b"{}",
+        b"\n",
+        b'{"format": "expertstream-hotlist", "version": 2}',
+    ):
+        held.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"saved as {path}: it holds something .* name another file or remove it"):
+            save(path)
+        assert held.read_bytes() == content
+    held.write_bytes(b"")
+    save(path)
+    held.unlink()
+    write_hotlist(held, hotlist_of(checkpoint, SCORES))
+    save(path)
+    assert path.is_symlink() == link
+
+
+def test_the_longest_name_that_a_folder_takes_is_written(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = tmp_path / ("x" * os.pathconf(tmp_path, "PC_NAME_MAX"))
+    refuse_unwritable(path)
+    write_hotlist(path, hotlist_of(checkpoint, SCORES))
+    assert read_hotlist(path).scores == SCORES

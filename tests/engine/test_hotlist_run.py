@@ -14,7 +14,7 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
-from expertstream import MemoryRequest, ReadFailed
+from expertstream import ConfigError, MemoryRequest, ReadFailed
 from expertstream_engine import BUNDLED_MODEL, Model, RunSettings
 from expertstream_engine.cli.commands import app
 from expertstream_engine.demand import plan_run
@@ -151,6 +151,47 @@ def test_a_list_that_cannot_be_saved_is_refused_before_anything_is_computed(mode
     assert result.exit_code == 2
     assert "cannot be saved" in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_model_is_never_replaced_by_a_list(model: Path, tmp_path: Path, link: bool) -> None:
+    precious = Path(shutil.copy(model, tmp_path / "precious.gguf"))
+    named = tmp_path / "link" if link else precious
+    if link:
+        named.symlink_to(precious)
+    result = run(precious, "--save-hotlist", named)
+    assert result.exit_code == 2
+    assert f"cannot be saved as {named}: it holds something" in result.stderr
+    assert "name another file or remove it" in result.stderr
+    assert result.stdout == ""
+    with Model(plan_run(model, RunSettings()), RunSettings()) as loaded, pytest.raises(ConfigError, match="remove it"):
+        loaded.save_hotlist(named)
+    assert precious.read_bytes() == model.read_bytes()
+
+
+def test_a_list_takes_the_place_of_one_of_another_model(model: Path, saved: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(saved, tmp_path / "list"))
+    of_another_model(path)
+    assert run(model, "--save-hotlist", path).exit_code == 0
+    assert path.read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize(("end", "code"), [(ReadFailed("the disk is gone"), 1), (KeyboardInterrupt(), 130)])
+def test_what_came_to_be_where_a_list_is_saved_stays_and_hides_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException, code: int
+) -> None:
+    end_in_the_fourth_pass(monkeypatch, end)
+    real_generate = Model.generate
+
+    def generate(*arguments: Any, **options: Any) -> Any:
+        (tmp_path / "list").write_text("notes")
+        return real_generate(*arguments, **options)
+
+    monkeypatch.setattr(Model, "generate", generate)
+    result = run(model, "--save-hotlist", tmp_path / "list")
+    assert result.exit_code == code
+    assert "it holds something" in result.stderr
+    assert (tmp_path / "list").read_text() == "notes"
 
 
 @pytest.fixture

@@ -224,14 +224,14 @@ def run(
 @contextmanager
 def _afterwards(save: Callable[[], None]) -> Iterator[None]:
     """Save after the block, however it ends. A failure to save is only said where another error is under way."""
-    from expertstream import MachineError
+    from expertstream import ConfigError, MachineError
 
     try:
         yield
     except BaseException:
         try:
             save()
-        except MachineError as error:
+        except (ConfigError, MachineError) as error:
             say(f"error: {error}")
         raise
     save()
