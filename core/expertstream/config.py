@@ -23,6 +23,7 @@ from attrs import field, frozen, validators
 from cattrs import Converter
 
 from expertstream.errors import ConfigError
+from expertstream.small_files import read_small_file
 from expertstream.units import MemoryRequest
 
 IoMode = Literal["auto", "direct", "buffered"]
@@ -31,6 +32,9 @@ HostTiering = Literal["inclusive", "exclusive"]
 """What a host tier keeps: what is read from the file, also while a slot has it; or what leaves a slot."""
 
 ENVIRONMENT_PREFIX = "EXPERTSTREAM_"
+
+_MOST_FILE_BYTES = 1024**2
+"""What is longer is no file of settings."""
 
 BackendNames = str | tuple[str, ...]
 """One backend, or several to be tried in turn. As a text of a setting, separated by commas."""
@@ -193,11 +197,13 @@ def _from_file(file: Path | None) -> Iterator[_Given]:
     if file is None:
         return
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = read_small_file(file, _MOST_FILE_BYTES).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"configuration file {file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"configuration file {file} is not UTF-8: {error.reason} at byte {error.start}") from error
+    except ValueError as error:  # no ordinary file, too long, or a NUL in the name
+        raise ConfigError(f"configuration file {file} cannot be read: {error}") from error
     try:
         table = tomllib.loads(text)
     except ValueError as error:  # TOMLDecodeError, or what int() says of too many digits

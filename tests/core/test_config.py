@@ -1,5 +1,6 @@
 """A setting means what was written, and a wrong one names the place where it was written."""
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Literal
@@ -349,7 +350,18 @@ def test_what_has_no_default_and_is_given_nowhere_is_asked_for(tmp_path: Path) -
 
 
 def test_a_file_that_is_not_there_or_no_file_is_refused(tmp_path: Path) -> None:
-    for file, reason in ((tmp_path / "gone.toml", "No such file"), (tmp_path, "Is a directory")):
+    os.mkfifo(tmp_path / "pipe")  # who opened it would wait for somebody who writes
+    (tmp_path / "long.toml").touch()
+    os.truncate(tmp_path / "long.toml", 1024**2 + 1)
+    for file, reason in (
+        (tmp_path / "gone.toml", "No such file"),
+        (tmp_path / ("x" * 300), "File name too long"),
+        (tmp_path / "a\0b", "null"),
+        (tmp_path, "it is a folder, not an ordinary file"),
+        (tmp_path / "pipe", "it is a pipe"),
+        (Path("/dev/zero"), "it is a character device"),
+        (tmp_path / "long.toml", "it is longer than 1048576 bytes"),
+    ):
         with pytest.raises(ConfigError, match=reason) as error:
             load_settings(StreamSettings, file=file, environ={}, overrides={})
         assert str(file) in str(error.value)
