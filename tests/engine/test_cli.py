@@ -205,6 +205,26 @@ class TestRefusals:
     def test_bad_prompts_are_named(self, arguments: list[str], fragment: str) -> None:
         assert fragment in refusal("run", *arguments)
 
+    @pytest.mark.parametrize(
+        ("arguments", "name"),
+        [
+            (["run", ""], "'MODEL'"),
+            (["plan", ""], "'MODEL'"),
+            (["inspect", ""], "'MODEL'"),
+            (["run", "--hotlist", ""], "'--hotlist'"),
+            (["run", "--save-hotlist="], "'--save-hotlist'"),
+            (["run", "--config", ""], "'--config'"),
+            (["plan", "--config", ""], "'--config'"),
+            (["backends", "--config", ""], "'--config'"),
+        ],
+    )
+    def test_an_empty_path_is_not_this_folder(
+        self, arguments: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "model.gguf").symlink_to(BUNDLED_MODEL)
+        assert f"{name}: it is empty" in refusal(*arguments)
+
     def test_another_model_needs_a_prompt(self) -> None:
         assert "no prompt: give -p TEXT" in refusal("run", BUNDLED_MODEL)
 

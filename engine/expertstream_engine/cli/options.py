@@ -15,10 +15,19 @@ if TYPE_CHECKING:
 
 _MEMORY, _STREAMING, _OUTPUT = "Memory", "Streaming", "Output"
 
+
+def path(text: str) -> Path:
+    """The path that an option gives. An empty one, of a variable that a shell does not know, would be this folder."""
+    if not text:
+        raise typer.BadParameter("it is empty; give a path, or leave it out")
+    return Path(text)
+
+
 ModelArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="MODEL",
+        parser=path,
         show_default=False,
         help="A GGUF file, any shard of a split one, or the folder it lies in. [dim]By default the small bundled"
         " model.[/]",
@@ -124,6 +133,7 @@ ConfigFile = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
+        parser=path,
         help='A TOML file of the options for memory and streaming: expert_memory = "8GiB".'
         " EXPERTSTREAM_* variables go before it, options before both. What to generate is said by options alone.",
     ),

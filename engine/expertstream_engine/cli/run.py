@@ -30,6 +30,7 @@ from expertstream_engine.cli.options import (
     Threads,
     Verbose,
     model_from,
+    path,
     settings_from,
 )
 from expertstream_engine.cli.prompt import read_prompt
@@ -141,6 +142,7 @@ def run(
         Path | None,
         typer.Option(
             metavar="FILE",
+            parser=path,
             rich_help_panel=_STREAMING,
             help="Begin with the experts that an earlier run saved as hot. [dim]By default those of the model's name"
             " with .hotlist.json after it (model.gguf.hotlist.json), if that lies beside the model.[/]",
@@ -148,7 +150,12 @@ def run(
     ] = None,
     save_hotlist: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", rich_help_panel=_STREAMING, help="Save which experts were hot, for a later run."),
+        typer.Option(
+            metavar="FILE",
+            parser=path,
+            rich_help_panel=_STREAMING,
+            help="Save which experts were hot, for a later run. [dim]Only a hotlist or an empty file is replaced.[/]",
+        ),
     ] = None,
     config: ConfigFile = None,
     as_json: AsJson = False,
