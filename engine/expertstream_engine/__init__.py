@@ -5,9 +5,7 @@ Names are imported when they are first used, so that the command line need not w
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+TYPE_CHECKING = False  # typing's own takes time to import, during which an interrupt would be a traceback
 if TYPE_CHECKING:
     from expertstream_engine.report import DeviceMemory, GenerationReport
     from expertstream_engine.sampling import SamplingSettings
@@ -36,4 +34,6 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"{__name__}.{_MODULES.get(name, 'session')}"), name)
