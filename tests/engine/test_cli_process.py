@@ -129,6 +129,124 @@ main()
     assert re.fullmatch(r"interrupted( by SIGTERM)?\n", ended.stderr)
 
 
+SWALLOWED = """
+import ctypes, os, signal, sys, time, weakref
+from expertstream_engine import session
+from expertstream_engine.cli import main
+
+number, way, afterwards = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+
+class Thing:
+    pass
+
+class Dying:
+    def __del__(self):
+        send()
+
+def send():
+    os.kill(os.getpid(), number)
+
+def swallow():
+    if way == "ctypes":
+        ctypes.CFUNCTYPE(None)(send)()
+    elif way == "weakref":
+        thing = Thing()
+        known = weakref.ref(thing, lambda _: send())
+        del thing
+    elif way == "del":
+        Dying()
+    else:
+        try:
+            send()
+        except:
+            pass
+
+def load(*_):
+    swallow()
+    if afterwards == "error":
+        raise RuntimeError("no compiled object yet")
+    if afterwards == "twice":
+        swallow()
+        swallow()
+    while True:
+        time.sleep(0.01)
+
+session.load_resident = load
+sys.argv[1:] = sys.argv[4:]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word", "way", "afterwards"),
+    [
+        (signal.SIGTERM, 143, "interrupted by SIGTERM", "ctypes", "endless"),
+        (signal.SIGTERM, 143, "interrupted by SIGTERM", "weakref", "twice"),
+        (signal.SIGTERM, 143, "interrupted by SIGTERM", "ctypes", "error"),
+        (signal.SIGHUP, 129, "interrupted by SIGHUP", "except", "endless"),
+        (signal.SIGHUP, 129, "interrupted by SIGHUP", "weakref", "error"),
+        (signal.SIGINT, 130, "interrupted", "del", "endless"),
+        (signal.SIGINT, 130, "interrupted", "ctypes", "twice"),
+    ],
+)
+def test_a_signal_that_foreign_code_swallows_still_ends_it(
+    number: signal.Signals, code: int, word: str, way: str, afterwards: str
+) -> None:
+    command = [sys.executable, "-c", SWALLOWED, str(int(number)), way, afterwards, *ENDLESS, "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (ended.returncode, ended.stdout) == (code, ""), ended.stderr
+    assert ended.stderr.endswith(f"\n{word}\n")
+    for unwanted in ("Traceback", "Exception ignored", "error"):
+        assert unwanted not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "code"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, 143),
+        (signal.SIGHUP, signal.SIGHUP, 129),
+        (signal.SIGINT, signal.SIGALRM, 130),
+        (signal.SIGTERM, signal.SIGINT, 130),
+    ],
+)
+def test_nothing_breaks_off_the_tidying_up_but_a_second_ctrl_c(
+    first: signal.Signals, again: signal.Signals, code: int
+) -> None:
+    program = """
+import os, signal, sys, time
+from expertstream_engine import session
+from expertstream_engine.cli import main
+
+first, again, looks = int(sys.argv[1]), int(sys.argv[2]), 5
+real_close = session.Model.close
+
+def close(self):
+    for _ in range(looks):
+        time.sleep(0.05)
+        os.kill(os.getpid(), again)
+    print("tidied up", file=sys.stderr)
+    real_close(self)
+
+def generate(*_, **__):
+    os.kill(os.getpid(), first)
+
+session.Model.close, session.Model.generate = close, generate
+sys.argv[1:] = sys.argv[3:]
+main()
+"""
+    command = [sys.executable, "-c", program, str(int(first)), str(int(again)), *ENDLESS]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert ("tidied up\n" in ended.stderr) is (again != signal.SIGINT)
+    assert "Traceback" not in ended.stderr
+
+
+def test_the_handlers_are_set_before_modules_that_take_time_are_imported() -> None:
+    program = "import sys; had = {*sys.modules}; import expertstream_engine.cli; print(*{*sys.modules} - had)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"typing", "typer", "rich", "numpy"} & set(run.stdout.split())
+
+
 def test_a_signal_that_the_caller_ignores_stays_ignored() -> None:
     process = subprocess.Popen(
         ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *COMMAND, *ENDLESS, "-n", "40"],
@@ -147,7 +265,15 @@ def test_a_signal_that_the_caller_ignores_stays_ignored() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
-    "arguments", [("inspect",), ("backends", "--json"), ("run", "-p", "a", "-n", "2"), ("plan", "--json")]
+    "arguments",
+    [
+        ("inspect",),
+        ("backends", "--json"),
+        ("run", "-p", "a", "-n", "2"),
+        ("plan", "--json"),
+        ("run", "--help"),
+        ("--version",),
+    ],
 )
 def test_a_full_disk_behind_stdout_is_named(arguments: Sequence[str]) -> None:
     with open("/dev/full", "w") as full:
@@ -156,7 +282,7 @@ def test_a_full_disk_behind_stdout_is_named(arguments: Sequence[str]) -> None:
     assert ended.stderr.endswith("error: standard output cannot be written: No space left on device\n")
 
 
-@pytest.mark.parametrize("arguments", [ENDLESS, ("backends",)])
+@pytest.mark.parametrize("arguments", [ENDLESS, ("backends",), ("run", "--help"), ("--version",)])
 def test_a_reader_that_goes_away_ends_it_quietly(arguments: Sequence[str]) -> None:
     process = start(arguments)
     assert process.stdout is not None

@@ -10,7 +10,7 @@ import os
 import sys
 from io import TextIOWrapper
 
-from expertstream_engine.cli.signals import ended, raise_on_signals
+from expertstream_engine.cli.signals import ended, raise_on_signals, rest
 
 __all__ = ["main"]
 
@@ -23,11 +23,23 @@ def main() -> None:
         from expertstream_engine.cli.commands import app
 
         app()
-    except (KeyboardInterrupt, SystemExit):  # the parser of the command line makes an exit of an interrupt
-        if (by_signal := ended()) is None:
+    except BaseException as error:  # the parser of the command line makes an exit of nearly everything
+        rest()
+        if (by_signal := ended()) is not None:  # whatever came of it
+            _say_last(str(by_signal))
+            sys.exit(by_signal.exit_code)
+        from expertstream_engine.cli.errors import code_of_failed_output
+
+        if (code := code_of_failed_output(error)) is None:
             raise
-        print(by_signal, file=sys.stderr)
-        sys.exit(by_signal.exit_code)
+        sys.exit(code)
+
+
+def _say_last(message: str) -> None:
+    try:
+        print(message, file=sys.stderr)
+    except OSError:  # nobody is left to be told, and the interpreter's last flush is not to fail once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _prepare_streams() -> None:

@@ -13,6 +13,7 @@ import typer
 
 from expertstream_engine.cli.consoles import OutputFailed, say
 from expertstream_engine.cli.logs import configure_log
+from expertstream_engine.cli.signals import ended
 
 FAILED, CANNOT_BE, READER_GONE = 1, 2, 141
 """Exit codes. CANNOT_BE: what was asked for cannot be, or this machine or its device cannot do it; FAILED: storage or a
@@ -43,24 +44,44 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
             if kwargs.get("debug"):
                 traceback.print_exc()
             message, code = _explained(error)
-            say(f"error: {message}")
+            if message is not None:
+                say(f"error: {message}")
             raise typer.Exit(code) from None
 
     return run
 
 
-def _explained(error: Exception) -> tuple[str, int]:
+def code_of_failed_output(error: BaseException) -> int | None:
+    """The exit code where help or the version could not be written, which is said; None for any other error.
+
+    They are written by the parser of the command line, which makes an exit with 1 of a reader that is gone.
+    """
+    if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+        _drop(sys.__stdout__, sys.__stderr__)
+        return READER_GONE
+    if isinstance(error, OSError) and error.filename is None:  # which one that could not be opened has
+        _drop(sys.__stdout__)
+        say(f"error: standard output cannot be written: {error.strerror}")
+        return FAILED
+    return None
+
+
+def _explained(error: Exception) -> tuple[str | None, int]:
+    """What to say of an error, and its exit code; nothing of one that a signal raised in foreign code may have left."""
     # Not imported: what is to be explained may be that the library cannot be, and then it raised nothing of its own.
     errors = sys.modules.get("expertstream.errors")
     if errors is None or not isinstance(error, errors.ExpertstreamError):
+        if ended() is not None:
+            return None, FAILED
         return f"unexpected {type(error).__name__}: {error}: run again with --debug for the traceback", FAILED
     message = "\n".join([str(error), *getattr(error, "__notes__", ())])
     broken = errors.ReadFailed, errors.BackendContractError, errors.UsageError
     return message, FAILED if isinstance(error, broken) else CANNOT_BE
 
 
-def _drop(*streams: TextIO) -> None:
+def _drop(*streams: TextIO | None) -> None:
     """Let the interpreter's last flush go nowhere instead of failing once more."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in streams:
-        os.dup2(nowhere, stream.fileno())
+        if stream is not None:
+            os.dup2(nowhere, stream.fileno())
