@@ -6,7 +6,6 @@ it calls. Here the function's name carries a digest of them all, and numba names
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 import numba
 
-from expertstream.log import get_log
+from expertstream.code_cache import cached_cfunc, cached_njit, warn_of_no_cache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,7 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Compiler:
     """numba's `njit` and `cfunc`. `sources` are the caller's file and all files whose compiled functions it uses.
 
-    What is to be cached where nothing can be written is compiled in each process anew, and a warning says so once.
+    What is to be cached where nothing can be written is compiled in each process anew, and so is what was written and
+    is damaged; a warning says so once.
     """
 
     def __init__(self, *sources: str) -> None:
@@ -34,29 +34,35 @@ class Compiler:
 
     def njit(self, *, cache: bool = False, **options: Any) -> Callable[[F], F]:
         """As `numba.njit` with these options."""
-        return lambda function: self._compiled(numba.njit, function, cache=cache, **options)
+
+        def plain(function: Any) -> Any:
+            return numba.njit(**options)(function)
+
+        def cached(function: Any) -> Any:
+            return cached_njit(function, options)
+
+        return self._cached(cached, plain) if cache else plain
 
     def cfunc(self, signature: Any, *, cache: bool = False, **options: Any) -> Callable[[Callable[..., None]], Any]:
         """As `numba.cfunc` with these options."""
 
-        def decorate(*, cache: bool, **options: Any) -> Any:
-            return numba.cfunc(signature, cache=cache, **options)
+        def plain(function: Any) -> Any:
+            return numba.cfunc(signature, **options)(function)
 
-        return lambda function: self._compiled(decorate, function, cache=cache, **options)
+        def cached(function: Any) -> Any:
+            return cached_cfunc(signature, function, options)
 
-    def _compiled(self, decorate: Callable[..., Any], function: Any, *, cache: bool, **options: Any) -> Any:
-        if not cache:
-            return decorate(cache=False, **options)(function)
-        function.__qualname__ = f"{function.__qualname__}_{self._digest}"
-        try:
-            return decorate(cache=True, **options)(function)
-        except RuntimeError as error:
-            if "cannot cache function" not in str(error):
-                raise
-            _warn_of_no_cache()
-            return decorate(cache=False, **options)(function)
+        return self._cached(cached, plain) if cache else plain
 
+    def _cached(self, cached: Callable[[Any], Any], plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def decorate(function: Any) -> Any:
+            function.__qualname__ = f"{function.__qualname__}_{self._digest}"
+            try:
+                return cached(function)
+            except RuntimeError as error:
+                if "cannot cache function" not in str(error):
+                    raise
+                warn_of_no_cache()
+                return plain(function)
 
-@functools.cache
-def _warn_of_no_cache() -> None:
-    get_log().warning("compiled_code_not_cached", remedy="set NUMBA_CACHE_DIR to a folder that can be written")
+        return decorate

@@ -1,4 +1,7 @@
-"""Code compiled by an earlier process is used again if its sources are unchanged, and never if one of them changed."""
+"""Code compiled by an earlier process is used again if its sources are unchanged, and never if one of them changed.
+
+What cannot be read back as it was written, or cannot be written, costs the time of compiling, and ends no run.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,3 +71,96 @@ def test_where_nothing_can_be_written_it_works_without_a_cache_and_says_so_once(
     )
     assert output == "-2 0"
     assert errors.count("compiled_code_not_cached") == errors.count("\n") == 1
+
+
+def entries(copy: Path) -> list[Path]:
+    return sorted((copy / "cache").rglob("*.nbc"))
+
+
+def halved(entry: Path, _other: Path) -> None:
+    entry.write_bytes(entry.read_bytes()[: entry.stat().st_size // 2])
+
+
+def with_a_bit_flipped(entry: Path, _other: Path) -> None:
+    content = bytearray(entry.read_bytes())
+    content[len(content) * 3 // 4] ^= 4  # amid machine code, which unpickles as well as ever
+    entry.write_bytes(content)
+
+
+def swapped(entry: Path, other: Path) -> None:
+    content = entry.read_bytes()
+    entry.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "empty": lambda entry, _: entry.write_bytes(b""),
+    "zeros": lambda entry, _: entry.write_bytes(bytes(entry.stat().st_size)),
+    "halved": halved,
+    "with a bit flipped": with_a_bit_flipped,
+    "swapped": swapped,
+}
+
+
+def warnings(errors: str) -> list[str]:
+    return [line.split()[0] for line in errors.splitlines()]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_as_it_was_written_is_compiled_anew_and_replaced(copy: Path, damage: str) -> None:
+    assert run(copy, STEP, "lru") == ("-2 0", "")
+    written = entries(copy)
+    [step] = [entry for entry in written if "layer_step" in entry.name]
+    DAMAGES[damage](step, next(entry for entry in written if entry != step))
+    output, errors = run(copy, STEP, "lru")
+    assert output == "-2 0"
+    assert warnings(errors) == ["compiled_code_not_loaded"]
+    assert f"path={str(step)!r}" in errors
+    assert run(copy, STEP, "lru") == ("-2 1", "")
+    assert entries(copy) == written
+
+
+def test_however_much_is_damaged_it_is_said_once(copy: Path) -> None:
+    run(copy, STEP, "lru")
+    for entry in entries(copy):
+        entry.write_bytes(b"")
+    output, errors = run(copy, STEP, "lru")
+    assert (output, warnings(errors)) == ("-2 0", ["compiled_code_not_loaded"])
+    assert run(copy, STEP, "lru") == ("-2 1", "")
+
+
+def test_a_folder_in_the_way_of_an_entry_is_left_and_said(copy: Path) -> None:
+    run(copy, STEP, "lru")
+    [step] = [entry for entry in entries(copy) if "layer_step" in entry.name]
+    step.unlink()
+    step.mkdir()
+    output, errors = run(copy, STEP, "lru")
+    assert output == "-2 0"
+    assert warnings(errors) == ["compiled_code_not_loaded", "compiled_code_not_cached"]
+    assert f"folder={str(step.parent)!r}" in errors
+    assert "NUMBA_CACHE_DIR" in errors
+    assert not list(step.parent.glob("*.tmp.*"))
+
+
+def test_where_there_is_no_room_it_works_without_a_cache_and_says_so_once(copy: Path) -> None:
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n" + STEP
+    output, errors = run(copy, limited, "lru")
+    assert output == "-2 0"
+    assert warnings(errors) == ["compiled_code_not_cached"]
+    assert str(copy / "cache") in errors
+    assert not [path for path in (copy / "cache").rglob("*") if path.is_file()]
+
+
+def test_with_a_numba_made_otherwise_its_own_cache_works_and_ends_no_run(copy: Path) -> None:
+    otherwise = "import numba.core.serialize as s, numba.core.caching as c\n"
+    otherwise += "del c.IndexDataCacheFile._dump\n"  # and what used it says it in other words
+    otherwise += "def save(self, name, data):\n open(self._data_path(name), 'wb').write(s.dumps(data))\n"
+    otherwise += "def index(self, overloads):\n open(self._index_path, 'wb').write("
+    otherwise += "s.dumps(self._version) + s.dumps((self._source_stamp, overloads)))\n"
+    otherwise += "c.IndexDataCacheFile._save_data, c.IndexDataCacheFile._save_index = save, index\n"
+    assert [run(copy, otherwise + STEP, "lru") for _ in range(2)] == [("-2 0", ""), ("-2 1", "")]
+    for entry in entries(copy):
+        entry.write_bytes(b"")
+    output, errors = run(copy, otherwise + STEP, "lru")
+    assert (output, warnings(errors)) == ("-2 0", ["compiled_code_not_loaded"])
+    assert run(copy, otherwise + STEP, "lru") == ("-2 1", "")

@@ -61,3 +61,13 @@ def test_where_nothing_can_be_written_kernels_are_compiled_without_a_cache_and_i
     counts, errors = run(copy, NUMBA_CACHE_DIR="/dev/null/a", XDG_CACHE_HOME="/dev/null/b", HOME="/dev/null/c")
     assert counts == [0, 0]
     assert errors.count("compiled_code_not_cached") == errors.count("\n") == 1
+
+
+def test_kernels_that_are_not_as_they_were_written_are_compiled_anew_and_replaced(copy: Path) -> None:
+    assert run(copy) == ([0, 0], "")
+    for entry in (copy / "cache").rglob("*.nbc"):
+        entry.write_bytes(bytes(entry.stat().st_size))
+    counts, errors = run(copy)
+    assert counts == [0, 0]
+    assert errors.count("compiled_code_not_loaded") == errors.count("\n") == 1
+    assert run(copy) == ([1, 1], "")
