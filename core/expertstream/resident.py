@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from expertstream.checkpoint.index import Checkpoint, TensorInfo
 from expertstream.config import IoMode
 from expertstream.errors import DeviceOutOfMemory
-from expertstream.filler import Fill, Filler, PartRead
+from expertstream.filler import Fill, Filler, OpenFile, PartRead, open_raw_file
 from expertstream.slots import IO_ALIGNMENT_BYTES, READY, SlotLayout, SlotPart, Staging
 
 _PIECE_BYTES = 16 << 20  # between two reports of progress; a multiple of IO_ALIGNMENT_BYTES
@@ -75,12 +75,20 @@ def resident_padding_bytes(checkpoint: Checkpoint) -> int:
 
 
 def load_resident(
-    checkpoint: Checkpoint, io_mode: IoMode = "auto", progress: Callable[[int, int], None] = lambda done, total: None
+    checkpoint: Checkpoint,
+    io_mode: IoMode = "auto",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    thread_count: int = _THREADS,
+    read_timeout_s: float = 120,
+    open_file: OpenFile = open_raw_file,
 ) -> ResidentTensors:
     """Every resident tensor, read. `progress` hears bytes done and of all.
 
-    Raises ReadFailed, MachineError for io_mode "direct" where it is refused, CheckpointError for changed files,
-    DeviceOutOfMemory.
+    At most `thread_count` threads read, and never more than keep a drive busy. A read that has not ended after
+    `read_timeout_s` is given up. `open_file` opens files, for fault injection. Raises ReadFailed, MachineError for
+    io_mode "direct" where it is refused or a thread that cannot be started, ConfigError for no threads,
+    CheckpointError for changed files, DeviceOutOfMemory.
     """
     runs = _runs(checkpoint)
     size_bytes = max(sum(run.room_bytes for run in runs), IO_ALIGNMENT_BYTES)
@@ -103,7 +111,14 @@ def load_resident(
             tensors[tensor.name] = arena.memory[position : position + tensor.nbytes]
             tensors[tensor.name].flags.writeable = False
         room_start += run.room_bytes
-    with Filler(checkpoint.files, lambda store, staging: READY, thread_count=_THREADS, io_mode=io_mode) as filler:
+    with Filler(
+        checkpoint.files,
+        lambda store, staging: READY,
+        thread_count=min(thread_count, _THREADS),
+        io_mode=io_mode,
+        read_timeout_s=read_timeout_s,
+        open_file=open_file,
+    ) as filler:
         checkpoint.refuse_changed()
         done = 0
         tickets = filler.submit([Fill(arena, 0, (piece,), "resident tensors") for piece in pieces])

@@ -106,7 +106,13 @@ class Model:
             self._tell_tier(progress)
             # What the streamer has found out, and said, about direct reads is not to be tried and said again.
             io_mode = "buffered" if self.streamer.io_mode == "buffered" else settings.io_mode
-            resident = load_resident(checkpoint, io_mode, lambda done, total: progress("weights", done, total))
+            resident = load_resident(
+                checkpoint,
+                io_mode,
+                lambda done, total: progress("weights", done, total),
+                thread_count=settings.filler_threads,
+                read_timeout_s=settings.read_timeout_s,
+            )
             progress("kernel threads", 0, 0)
             opened.enter_context(ops)
             self._tell_tier(progress)

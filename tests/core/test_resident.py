@@ -6,14 +6,22 @@ import mmap
 import os
 import random
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 import checkpoint_files
-from expertstream import CheckpointError, load_resident, open_checkpoint, resident_padding_bytes
+from expertstream import (
+    CheckpointError,
+    ConfigError,
+    ReadFailed,
+    load_resident,
+    open_checkpoint,
+    resident_padding_bytes,
+)
 from expertstream.config import IoMode
+from expertstream.filler import RawFile, open_raw_file
 from expertstream.slots import IO_ALIGNMENT_BYTES
 from memory_pages import pages_in_memory
 
@@ -92,7 +100,7 @@ def test_several_reads_are_under_way_at_once(
     may_be_first, another_came = threading.Lock(), threading.Event()
 
     def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
-        if threading.current_thread() is not threading.main_thread():  # which probes the files
+        if is_filler_thread():  # others probe the files
             if may_be_first.acquire(blocking=False):
                 assert another_came.wait(30)
             else:
@@ -101,6 +109,63 @@ def test_several_reads_are_under_way_at_once(
 
     monkeypatch.setattr(os, "preadv", preadv)
     load_resident(checkpoint)
+
+
+def is_filler_thread() -> bool:
+    return threading.current_thread().name.startswith("filler-")
+
+
+class Opener:
+    """Opens the real files; `before_read` is called before each read that is of a tensor, and not of a probe."""
+
+    def __init__(self, before_read: Callable[[], object]) -> None:
+        self.before_read = before_read
+
+    def __call__(self, path: Path, direct: bool) -> RawFile:
+        return OpenedFile(open_raw_file(path, direct), self.before_read)
+
+
+class OpenedFile:
+    def __init__(self, raw: RawFile, before_read: Callable[[], object]) -> None:
+        self.raw = raw
+        self.before_read = before_read
+
+    def pread_into(self, buffer: memoryview, offset: int) -> int:
+        if is_filler_thread():
+            self.before_read()
+        return self.raw.pread_into(buffer, offset)
+
+    def close(self) -> None:
+        self.raw.close()
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("asked", "most"), [(1, 1), (3, 3), (64, 4)])
+def test_no_more_threads_read_than_were_asked_for_or_are_needed(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch, asked: int, most: int
+) -> None:
+    started: list[str] = []
+    real_start = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread.name)
+        real_start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    load_resident(open_checkpoint(written.path), thread_count=asked)
+    assert sorted(name for name in started if name.startswith("filler-")) == [f"filler-{n}" for n in range(most)]
+
+
+def test_no_thread_is_refused(written: checkpoint_files.Written) -> None:
+    with pytest.raises(ConfigError, match="0 filler threads were asked for"):
+        load_resident(open_checkpoint(written.path), thread_count=0)
+
+
+def test_a_read_that_hangs_is_given_up_after_the_time_that_was_asked_for(written: checkpoint_files.Written) -> None:
+    ends = threading.Event()
+    with pytest.raises(ReadFailed, match=rf"reading {written.path.parent}.* has not answered for \d+\.\d s"):
+        load_resident(open_checkpoint(written.path), read_timeout_s=0.2, open_file=Opener(lambda: ends.wait(30)))
+    ends.set()
 
 
 def test_a_file_that_cannot_be_opened_leaves_no_other_open(written: checkpoint_files.Written) -> None:

@@ -328,7 +328,7 @@ class TestRefusals:
         from expertstream import ReadFailed
         from expertstream_engine import session
 
-        def failing(*_: object) -> None:
+        def failing(*_: object, **__: object) -> None:
             raise ReadFailed("model.gguf: 4096 bytes at 8192: Input/output error")
 
         monkeypatch.setattr(session, "load_resident", failing)

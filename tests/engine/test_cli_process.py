@@ -96,7 +96,7 @@ import os, signal, sys
 from expertstream_engine import session
 from expertstream_engine.cli import main
 
-session.load_resident = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+session.load_resident = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
 main()
 """
     command = [sys.executable, "-c", interrupted_start, *ENDLESS, "--json"]

@@ -67,6 +67,24 @@ def test_a_run_whose_storage_fails_ends_with_the_place_and_no_thread(good_reads:
         assert re.search(r"\d+ tokens? generated, ended by failure", ended.stderr)
 
 
+def test_weights_that_never_arrive_are_given_up_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    real_preadv, ends = os.preadv, threading.Event()
+    first, _ = routed_range()
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        if threading.current_thread().name.startswith("filler-") and offset < first:
+            readers.add(threading.current_thread().name)
+            ends.wait(60)
+        return real_preadv(descriptor, buffers, offset)
+
+    readers: set[str] = set()
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(ReadFailed, match=rf"reading {re.escape(str(BUNDLED_MODEL))} at offset .* was given up"):
+        open_model(BUNDLED_MODEL, read_timeout_s=1, filler_threads=1)
+    ends.set()
+    assert readers == {"filler-0"}
+
+
 def test_a_model_goes_on_after_a_read_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     real_preadv = os.preadv
     first, last = routed_range()

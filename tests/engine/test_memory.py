@@ -78,8 +78,8 @@ def host_weights(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Where the weights of each model that is opened lie in host memory once they are read: address and bytes."""
     spans: list[tuple[int, int]] = []
 
-    def load(checkpoint: Checkpoint, *arguments: Any) -> ResidentTensors:
-        tensors = load_resident(checkpoint, *arguments)
+    def load(checkpoint: Checkpoint, *arguments: Any, **options: Any) -> ResidentTensors:
+        tensors = load_resident(checkpoint, *arguments, **options)
         begin = min(data.ctypes.data for data in tensors.values()) // mmap.PAGESIZE * mmap.PAGESIZE
         spans.append((begin, max(data.ctypes.data + data.nbytes for data in tensors.values()) - begin))
         return tensors

@@ -62,7 +62,7 @@ def show_as(device_type: int, monkeypatch: pytest.MonkeyPatch, from_slot: int = 
 def never_called(what: str) -> Callable[..., Any]:
     """In the place of what must not happen."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise AssertionError(what)
 
     return fail
