@@ -72,8 +72,8 @@ def plan_run(
     checkpoint = open_checkpoint(model)
     shape = check_runnable(checkpoint)
     if settings.io_mode == "direct":
-        for file in checkpoint.files:
-            SourceFile(file, "direct").close()  # refuses it; the streamer opens its own
+        for file in checkpoint.files:  # it refuses them; the streamer opens its own
+            SourceFile(file, "direct", read_timeout_s=settings.read_timeout_s).close()
     hotlist = choose_hotlist(checkpoint, settings.hotlist)
     dlpack_type = backend.describe_device().dlpack_type
     on_device = computes_on_device(backend, dlpack_type)

@@ -336,6 +336,33 @@ def test_a_storage_error_while_probing_is_no_reason_to_fall_back() -> None:
     assert [raw.is_closed for raw in layer.opened] == [True]
 
 
+@pytest.mark.parametrize("io_mode", ["auto", "direct"])
+def test_a_probe_that_hangs_is_given_up_and_its_file_closed_by_itself_alone(io_mode: IoMode) -> None:
+    ends, closed = threading.Event(), threading.Event()
+
+    class Hung(FakeFile):
+        def pread_into(self, buffer: memoryview, offset: int) -> int:
+            assert ends.wait(30)
+            return self.copy(buffer, offset)  # the memory is still there
+
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    opened: list[Hung] = []
+
+    def open_file(path: Path, direct: bool) -> RawFile:
+        opened.append(Hung(CONTENT, direct))
+        return opened[-1]
+
+    wanted = rf"direct reads of {PATH}: the storage has not answered for 0\.1 s, .* raise the read timeout"
+    with pytest.raises(ReadFailed, match=wanted):
+        SourceFile(PATH, io_mode, open_file, read_timeout_s=0.1)
+    assert [raw.is_closed for raw in opened] == [False]  # a descriptor under a read must not become another file's
+    ends.set()
+    assert closed.wait(30)
+
+
 def test_a_missing_file_and_a_lack_of_descriptors_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing.gguf.*\(ENOENT\)"):
         SourceFile(tmp_path / "missing.gguf", "auto")

@@ -19,6 +19,7 @@ from attrs import Attribute, field, frozen, validators
 
 from expertstream.config import IoMode
 from expertstream.errors import CheckpointError, MachineError, ReadFailed
+from expertstream.limits import Unfinished, within
 from expertstream.log import get_log
 from expertstream.slots import IO_ALIGNMENT_BYTES
 
@@ -99,11 +100,18 @@ def open_raw_file(path: Path, direct: bool) -> RawFile:
 class SourceFile:
     """One checkpoint file, opened and probed, from which parts are read by any number of threads at once."""
 
-    def __init__(self, path: Path, io_mode: IoMode, open_file: OpenFile = open_raw_file) -> None:
-        """Raises CheckpointError (it cannot be opened), ReadFailed (or read), MachineError (direct reads refused)."""
+    def __init__(
+        self, path: Path, io_mode: IoMode, open_file: OpenFile = open_raw_file, read_timeout_s: float = 120
+    ) -> None:
+        """Open it and try direct reads, which are given up after `read_timeout_s`.
+
+        Raises CheckpointError (it cannot be opened), ReadFailed (or read), MachineError (direct reads refused).
+        """
         self._path = path
         self._may_fall_back = io_mode == "auto"
         self._open_file = open_file
+        self._read_timeout_s = read_timeout_s
+        self._is_given_up = False
         self._fallback_lock = threading.Lock()
         self._direct: RawFile | None = None
         self._buffered: RawFile | None = None
@@ -143,16 +151,10 @@ class SourceFile:
         self._direct = self._buffered = None
 
     def _probe(self) -> bool:
-        """Open for direct reads and try two: some file systems accept the open and refuse the read."""
+        """Whether direct reads work, found out by trying."""
         try:
-            self._direct = self._open(direct=True)
-            with mmap.mmap(-1, IO_ALIGNMENT_BYTES) as page, memoryview(page) as view:
-                if self._probe_read(view, 0) == IO_ALIGNMENT_BYTES:
-                    self._probe_read(view, IO_ALIGNMENT_BYTES)
+            self._direct = within(self._read_timeout_s, self._open_direct)
         except _NotDirect as refusal:
-            if self._direct is not None:
-                self._direct.close()
-                self._direct = None
             if not self._may_fall_back:
                 raise MachineError(
                     f"direct reads were asked for, but {self._path} does not allow them: {refusal.reason}; "
@@ -160,15 +162,36 @@ class SourceFile:
                 ) from refusal.__cause__
             self._warn_of_fall_back(refusal.reason)
             return False
-        except BaseException:
-            self.close()
-            raise
+        except Unfinished as error:
+            raise ReadFailed(
+                f"trying direct reads of {self._path}: the storage has not answered for {self._read_timeout_s:g} s, and"
+                " the read was given up; see to its file system or, where that is only slow, raise the read timeout"
+            ) from error
+        finally:
+            self._is_given_up = self._direct is None
         return True
 
-    def _probe_read(self, view: memoryview, offset: int) -> int:
+    def _open_direct(self) -> RawFile:
+        """Open for direct reads and try two: some file systems accept the open and refuse the read.
+
+        Whoever asked may have left. So nobody but this closes what it opens, once no read is under way.
+        """
+        raw = self._open(direct=True)
+        is_of_use = False
+        try:
+            with mmap.mmap(-1, IO_ALIGNMENT_BYTES) as page, memoryview(page) as view:
+                if self._probe_read(raw, view, 0) == IO_ALIGNMENT_BYTES:
+                    self._probe_read(raw, view, IO_ALIGNMENT_BYTES)
+            is_of_use = not self._is_given_up
+        finally:
+            if not is_of_use:
+                raw.close()
+        return raw
+
+    def _probe_read(self, raw: RawFile, view: memoryview, offset: int) -> int:
         while True:
             try:
-                return self._direct_raw.pread_into(view, offset)
+                return raw.pread_into(view, offset)
             except InterruptedError:
                 continue
             except OSError as error:

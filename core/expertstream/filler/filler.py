@@ -141,8 +141,8 @@ class Filler:
     ) -> None:
         """Open and probe every file, then start the threads, which call `commit` with a fill's store and its staging.
 
-        Raises ConfigError, CheckpointError, ReadFailed, and MachineError where "direct" is asked for and refused, or
-        a thread cannot be started.
+        Raises ConfigError, CheckpointError, ReadFailed, also for a probe that has not ended after `read_timeout_s`,
+        and MachineError where "direct" is asked for and refused, or a thread cannot be started.
         """
         if thread_count < 1:
             raise ConfigError(f"{thread_count} filler threads were asked for; at least 1 is needed")
@@ -167,7 +167,7 @@ class Filler:
         self._threads: list[threading.Thread] = []
         try:
             for path in files:
-                self._files.append(SourceFile(Path(path), io_mode, open_file))
+                self._files.append(SourceFile(Path(path), io_mode, open_file, read_timeout_s))
             for number, activity in enumerate(self._activities):
                 thread = threading.Thread(target=self._serve, args=(activity,), name=f"filler-{number}", daemon=True)
                 try:
