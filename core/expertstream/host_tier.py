@@ -111,7 +111,8 @@ class HostTier:
             self._thread = None
             raise MachineError(
                 f"the thread that pins the host tier could not be started: {error}; raise the limit on processes"
-                " (ulimit -u, or the container's), or turn the tier off with host memory of 0"
+                " (ulimit -u) or on address space (ulimit -v), or the container's, or turn the tier off with host"
+                " memory of 0"
             ) from error
 
     def take_error(self) -> Exception | None:

@@ -326,7 +326,10 @@ def test_a_thread_that_cannot_be_started_is_the_machines_fault_and_leaves_nothin
 
     monkeypatch.setattr(threading.Thread, "start", start_all_but_the_third)
     shards = Shards()
-    with pytest.raises(MachineError, match=r"filler thread 3 of 8 .*can't start new thread.* fewer filler threads"):
+    with pytest.raises(
+        MachineError,
+        match=r"filler thread 3 of 8 .*can't start new thread.* fewer .*ulimit -u.*ulimit -v",
+    ):
         shards.filler(thread_count=8)
     assert shards.open_count == 0
 

@@ -356,7 +356,9 @@ def test_a_thread_that_cannot_be_had_is_said_and_leaves_nothing_open(
 
     before = set(threading.enumerate())
     monkeypatch.setattr(threading.Thread, "start", start_others)
-    with pytest.raises(MachineError, match=r"the host tier could not be started: .*host memory of 0"):
+    with pytest.raises(
+        MachineError, match=r"the host tier could not be started: .*ulimit -u.*ulimit -v.*host memory of 0"
+    ):
         open_tiered(written, "inclusive", grown=False)
     assert not [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("filler")]
 

@@ -175,7 +175,8 @@ class Filler:
                 except RuntimeError as error:  # what Python says where the system has no thread to give
                     raise MachineError(
                         f"filler thread {number + 1} of {thread_count} could not be started: {error};"
-                        " ask for fewer filler threads, or raise the limit on processes (ulimit -u, or the container's)"
+                        " ask for fewer filler threads, or raise the limit on processes (ulimit -u) or on address space"
+                        " (ulimit -v), or the container's"
                     ) from error
                 self._threads.append(thread)
         except BaseException:
