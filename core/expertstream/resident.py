@@ -118,6 +118,7 @@ def load_resident(
         io_mode=io_mode,
         read_timeout_s=read_timeout_s,
         open_file=open_file,
+        check_file=checkpoint.refuse_written,
     ) as filler:
         checkpoint.refuse_changed()
         done = 0

@@ -103,7 +103,8 @@ class Lease:
     def wait(self, stream: int | None = None) -> None:
         """Block until every slot is readable: by the host, or by work launched on `stream` from now on.
 
-        Raises the first load's error (ReadFailed, CommitFailed, ...); the other experts stay usable, and the
+        Raises the first load's error (ReadFailed, CommitFailed, CheckpointError for a file that was written to since
+        it was indexed, ...); the other experts stay usable, and the
         lease is still to be released.
         """
         if self._waiting:
@@ -223,6 +224,7 @@ class ExpertStreamer:
             io_mode=io_mode,
             read_timeout_s=read_timeout_s,
             open_file=open_file,
+            check_file=checkpoint.refuse_written,
         )
         try:
             checkpoint.refuse_changed()

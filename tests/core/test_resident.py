@@ -168,6 +168,20 @@ def test_a_read_that_hangs_is_given_up_after_the_time_that_was_asked_for(written
     ends.set()
 
 
+def test_a_file_that_is_written_to_while_it_is_read_is_refused(written: checkpoint_files.Written) -> None:
+    checkpoint = open_checkpoint(written.path)
+
+    def write() -> None:
+        with checkpoint.files[0].open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+
+    with pytest.raises(
+        CheckpointError, match=rf"{checkpoint.files[0]}: it was written to since .* open the model again"
+    ):
+        load_resident(checkpoint, open_file=Opener(write))
+
+
 def test_a_file_that_cannot_be_opened_leaves_no_other_open(written: checkpoint_files.Written) -> None:
     checkpoint = open_checkpoint(written.path)
     checkpoint.files[1].unlink()

@@ -592,6 +592,37 @@ def test_an_interrupt_leaves_no_lease_and_no_slot_with_two_writers(
         assert not streamer._loads
 
 
+def test_a_file_that_is_written_to_in_place_gives_no_expert_any_more(written: checkpoint_files.Written) -> None:
+    with open_streamer(written) as streamer:
+        path = streamer._filler._files[0].path  # type: ignore[union-attr]  # it is open
+        with streamer.acquire(0, [1, 2]) as lease:
+            with path.open("r+b") as file:
+                file.write(file.read(1))  # nothing is other than before, but who could know
+            os.utime(path, ns=(0, 1))  # within the clock tick of the file's making, its time may be the old one
+            with pytest.raises(CheckpointError, match=rf"{path}: it was written to since .* 1 ns now"):
+                streamer.acquire(1, [3])
+            assert_holds(lease, written, 0, [1, 2])
+        with streamer.acquire(0, [2, 1]) as lease:  # what arrived before is of use
+            assert_holds(lease, written, 0, [2, 1])
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_is_removed_or_replaced_is_read_on_as_it_was(
+    written: checkpoint_files.Written, replaced: bool
+) -> None:
+    with open_streamer(written, smallest(written)) as streamer:
+        for path in open_checkpoint(written.path).files:
+            if replaced:
+                other = path.with_suffix(".other")
+                other.write_bytes(bytes(path.stat().st_size))
+                other.replace(path)
+            else:
+                path.unlink()
+        for layer in range(4):
+            with streamer.acquire(layer, [1, 2]) as lease:
+                assert_holds(lease, written, layer, [1, 2])
+
+
 def test_a_slot_whose_read_returned_too_late_is_taken_back(
     written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:

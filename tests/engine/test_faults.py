@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -65,6 +66,52 @@ def test_a_run_whose_storage_fails_ends_with_the_place_and_no_thread(good_reads:
         assert json.loads(ended.stdout)["finish"] == "failed"
     else:
         assert re.search(r"\d+ tokens? generated, ended by failure", ended.stderr)
+
+
+OVERWRITTEN_RUN = """
+import os, sys
+
+real_preadv, routed_reads = os.preadv, 0
+first_routed_byte, last_routed_byte, good_reads = map(int, sys.argv[1:4])
+model = sys.argv[4]
+
+def preadv(descriptor, buffers, offset, *flags):
+    global routed_reads
+    if first_routed_byte <= offset <= last_routed_byte:
+        routed_reads += 1
+        if routed_reads == good_reads:
+            with open(model, "r+b") as file:
+                file.seek(first_routed_byte)
+                file.write(bytes(last_routed_byte - first_routed_byte))
+    return real_preadv(descriptor, buffers, offset, *flags)
+
+os.preadv = preadv
+sys.argv = ["expertstream", "run", *sys.argv[4:]]
+from expertstream_engine.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("good_reads", [1, 20])
+def test_a_run_whose_file_is_written_to_ends_and_mixes_no_bytes(tmp_path: Path, good_reads: int) -> None:
+    model = tmp_path / "model.gguf"
+    shutil.copy(BUNDLED_MODEL, model)
+    first, last = routed_range()
+    arguments = ["--token-ids", "1,2,3", "-n", "40", "--ignore-eos", "--expert-memory", "25%", "--json"]
+
+    def run(write_at: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", OVERWRITTEN_RUN, str(first), str(last), str(write_at), str(model), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    expected, ended = run(0), run(good_reads)
+    assert expected.returncode == 0
+    assert ended.returncode not in (0, 130)
+    assert re.search(rf"error: {re.escape(str(model))}: it was written to since its header was read", ended.stderr)
+    assert "Traceback" not in ended.stderr
+    record = json.loads(ended.stdout)
+    assert record["finish"] == "failed"
+    assert bool(record["tokens"]) == (good_reads > 1), "this many reads are not of the prompt alone"
+    assert record["tokens"] == json.loads(expected.stdout)["tokens"][: len(record["tokens"])]
 
 
 def test_weights_that_never_arrive_are_given_up_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,28 @@ class Checkpoint:
                     f" {found.size_bytes} now): open the model again when nothing writes to it"
                 )
 
+    def refuse_written(self, file: int) -> None:
+        """Raise CheckpointError if file number `file` was written to, where it lies, since its header was read.
+
+        To be called after a read and before its bytes are used. A file that was removed, or replaced by another, is
+        none of these: whoever has it open still reads the one that was indexed. Safe from any thread; may block.
+        """
+        path, stamp = self.files[file], self.stamps[file]
+        try:
+            found = FileStamp.of(os.stat(path))
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: whether it was written to since its header was read cannot be told: {error.strerror}"
+            ) from error
+        if found != stamp and (found.device, found.inode) == (stamp.device, stamp.inode):
+            raise CheckpointError(
+                f"{path}: it was written to since its header was read ({stamp.size_bytes} bytes modified at"
+                f" {stamp.modified_ns} ns then, {found.size_bytes} at {found.modified_ns} ns now), so old and new bytes"
+                " would be mixed: open the model again when nothing writes to it"
+            )
+
     @property
     def routed_bytes(self) -> int:
         """Bytes of all routed experts in the files, without padding."""

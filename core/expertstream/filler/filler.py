@@ -138,8 +138,12 @@ class Filler:
         stall_warning_s: float = 10,
         read_timeout_s: float = 120,
         open_file: OpenFile = open_raw_file,
+        check_file: Callable[[int], None] = lambda file: None,
     ) -> None:
         """Open and probe every file, then start the threads, which call `commit` with a fill's store and its staging.
+
+        They also call `check_file` with a file's number when they have read a part from it: a fill fails with what that
+        raises. It is a part of the read, also for `read_timeout_s`.
 
         Raises ConfigError, CheckpointError, ReadFailed, also for a probe that has not ended after `read_timeout_s`,
         and MachineError where "direct" is asked for and refused, or a thread cannot be started.
@@ -147,6 +151,7 @@ class Filler:
         if thread_count < 1:
             raise ConfigError(f"{thread_count} filler threads were asked for; at least 1 is needed")
         self._commit = commit
+        self._check_file = check_file
         self._stall_warning_s = stall_warning_s
         self._read_timeout_s = read_timeout_s
         self._bytes_read = 0
@@ -364,6 +369,7 @@ class Filler:
         assert ticket._staging is not None, "parts are claimed of staged fills alone"
         try:
             self._files[read.file].read(read, ticket._staging.view, activity.announce)
+            self._check_file(read.file)
         except BaseException as raised:  # noqa: BLE001  # see above
             return raised
         return None
