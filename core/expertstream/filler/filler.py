@@ -431,7 +431,8 @@ class Filler:
             error.add_note(f"while filling slot {ticket._fill.slot} with {ticket._fill.label}")
             ticket._error = error
         elif ticket._error is not error:
-            ticket._error.add_note(f"and then: {type(error).__name__}: {error}")
+            if str(error) != str(ticket._error):  # a file that has changed fails all its parts alike
+                ticket._error.add_note(f"and then: {type(error).__name__}: {error}")
             _clear_frames(error)
         ticket._claimed_reads = len(ticket._fill.reads)
         for waiting in (self._queued, self._staged):
