@@ -161,7 +161,7 @@ def swallow():
         except:
             pass
 
-def load(*_):
+def load(*_, **__):
     swallow()
     if afterwards == "error":
         raise RuntimeError("no compiled object yet")

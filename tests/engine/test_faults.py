@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from expertstream import ReadFailed, open_checkpoint
+from expertstream import CheckpointError, ReadFailed, open_checkpoint
 from expertstream_engine import BUNDLED_MODEL, open_model
 
 FAILING_RUN = """
@@ -160,5 +160,8 @@ def test_a_file_that_shrinks_while_it_runs_is_an_error_and_not_garbage(tmp_path:
     copy.write_bytes(BUNDLED_MODEL.read_bytes())
     with open_model(copy, expert_memory="25%") as model:
         os.truncate(copy, routed_range()[0] + 1000)
-        with pytest.raises(ReadFailed, match=rf"{copy.name}.*the file ends there"):
+        # Which one depends on the part that is read first: the one before the new end, or the one after it.
+        with pytest.raises(
+            (ReadFailed, CheckpointError), match=rf"{copy.name}.*(the file ends there|it was written to since)"
+        ):
             list(model.generate([5, 6, 7], 60, ignore_eos=True))
