@@ -401,8 +401,8 @@ def _requested(
         )
         sufficient = MemoryRequest(size_bytes=round_up_bytes(smallest_bytes))
         # Fewer bytes than a page, and no whole K of them, are a number whose unit was left out.
-        few = request.size_bytes or IO_ALIGNMENT_BYTES
-        unitless = few < IO_ALIGNMENT_BYTES and few % 1000 != 0 and few % 1024 != 0
+        size_bytes = request.size_bytes or 0
+        unitless = size_bytes < IO_ALIGNMENT_BYTES and size_bytes % 1000 > 0 and size_bytes % 1024 > 0
         meant = f"; did you mean {request.size_bytes}GiB?" if unitless else ""
         raise BudgetTooSmall(
             f"expert memory of {request} is {budget_bytes} bytes, and one step needs {smallest_bytes} bytes: "

@@ -104,8 +104,7 @@ class Lease:
         """Block until every slot is readable: by the host, or by work launched on `stream` from now on.
 
         Raises the first load's error (ReadFailed, CommitFailed, CheckpointError for a file that was written to since
-        it was indexed, ...); the other experts stay usable, and the
-        lease is still to be released.
+        it was indexed, ...); the other experts stay usable, and the lease is still to be released.
         """
         if self._waiting:
             self._held_by()._wait(self._waiting.values(), stream)

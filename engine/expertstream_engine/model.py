@@ -14,7 +14,6 @@ import numpy as np
 
 from expertstream import ContextOverflow, ExpertStreamer, Lease
 from expertstream_engine.architecture import ModelShape
-from expertstream_engine.ops import address_of
 from expertstream_engine.ops.protocol import F32, I64, Ops, T
 from expertstream_engine.weights import RoutedWeights, Weights
 
@@ -23,9 +22,18 @@ class MoeModel:
     """One sequence through one model. Called from one thread."""
 
     def __init__(
-        self, shape: ModelShape, weights: Weights, ops: Ops, streamer: ExpertStreamer, context_tokens: int
+        self,
+        shape: ModelShape,
+        weights: Weights,
+        ops: Ops,
+        streamer: ExpertStreamer,
+        slot_addresses: I64,
+        context_tokens: int,
     ) -> None:
-        """Allocates the KV cache for `context_tokens` positions; host memory gives its pages as they are written."""
+        """Allocates the KV cache for `context_tokens` positions; host memory gives its pages as they are written.
+
+        `slot_addresses` (slots,) is where each slot of the streamer begins for kernels.
+        """
         self._shape = shape
         self._weights = weights
         self._ops = ops
@@ -37,9 +45,7 @@ class MoeModel:
         self._values: F32 = ops.zeros(*cache)
         self._row: F32 = ops.zeros(1, shape.hidden_size)
         self._cos, self._sin = map(ops.array, _rope_tables(shape, weights.rope_factors, context_tokens))
-        self._slot_addresses = np.array(
-            [address_of(streamer.device_view(slot)) for slot in range(streamer.slot_count)], np.int64
-        )
+        self._slot_addresses = slot_addresses
 
     def reset(self) -> None:
         """Forget the sequence; experts in slots stay."""

@@ -11,7 +11,6 @@ import secrets
 from collections.abc import Sequence
 from typing import TypeGuard
 
-import attrs
 import numpy as np
 from attrs import Attribute, field, frozen
 from numpy.typing import NDArray
@@ -79,8 +78,9 @@ class SamplingSettings:
 
     def draw_options(self) -> tuple[str, ...]:
         """Names of what is set and matters to draws alone."""
-        fields = {each.name: each.default for each in attrs.fields(SamplingSettings)}
-        return tuple(name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) != fields[name])
+        unset = SamplingSettings()
+        names = ("top_k", "top_p", "min_p", "seed")
+        return tuple(name for name in names if getattr(self, name) != getattr(unset, name))
 
 
 class Sampler:

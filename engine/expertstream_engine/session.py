@@ -30,7 +30,7 @@ from expertstream import (
 )
 from expertstream_engine.demand import LARGEST_BATCH_TOKENS, PlannedRun, plan_run
 from expertstream_engine.model import MoeModel
-from expertstream_engine.ops import check_view, ops_for
+from expertstream_engine.ops import address_of, check_view, ops_for
 from expertstream_engine.ops.protocol import F32, I64
 from expertstream_engine.prompts import Prompts
 from expertstream_engine.report import DeviceMemory, GenerationReport, peak_rss_bytes, rss_bytes
@@ -98,9 +98,10 @@ class Model:
                     read_timeout_s=settings.read_timeout_s,
                 )
             )
-            for slot in range(self.streamer.slot_count):
-                check_view(planned.backend, planned.dlpack_type, slot, self.streamer.device_view(slot))
-            ops = ops_for(self.streamer.device_view(0), settings.threads)
+            views = [self.streamer.device_view(slot) for slot in range(self.streamer.slot_count)]
+            for slot, view in enumerate(views):
+                check_view(planned.backend, planned.dlpack_type, slot, view)
+            ops = ops_for(views[0], settings.threads)
             shapes = kernel_shapes(checkpoint, shape)
             ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0), shapes)
             self._tell_tier(progress)
@@ -122,7 +123,8 @@ class Model:
                     planned.hotlist.scores, lambda done, total: progress("hot experts", done, total)
                 )
             self._ops = ops
-            self._decoder = MoeModel(shape, weights, ops, self.streamer, planned.plan.demand.context_tokens)
+            slots = np.array([address_of(view) for view in views], np.int64)
+            self._decoder = MoeModel(shape, weights, ops, self.streamer, slots, planned.plan.demand.context_tokens)
             self._memory = DeviceMemory(0, 0)
             self._memory = self._measured()
             self._generating = False

@@ -315,16 +315,9 @@ def test_closing_a_starved_filler_gives_every_buffer_back() -> None:
 
 
 def test_a_thread_that_cannot_be_started_is_the_machines_fault_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    refuse_thread: Callable[[str], None],
 ) -> None:
-    start = threading.Thread.start
-
-    def start_all_but_the_third(thread: threading.Thread) -> None:
-        if thread.name == "filler-2":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_all_but_the_third)
+    refuse_thread("filler-2")
     shards = Shards()
     with pytest.raises(
         MachineError,

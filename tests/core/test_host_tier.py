@@ -6,7 +6,7 @@ import itertools
 import random
 import re
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -345,17 +345,10 @@ def test_fewer_host_slots_than_asked_break_the_contract(
 
 
 def test_a_thread_that_cannot_be_had_is_said_and_leaves_nothing_open(
-    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+    written: checkpoint_files.Written, refuse_thread: Callable[[str], None]
 ) -> None:
-    start = threading.Thread.start
-
-    def start_others(thread: threading.Thread) -> None:
-        if thread.name == "host-tier":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     before = set(threading.enumerate())
-    monkeypatch.setattr(threading.Thread, "start", start_others)
+    refuse_thread("host-tier")
     with pytest.raises(
         MachineError, match=r"the host tier could not be started: .*ulimit -u.*ulimit -v.*host memory of 0"
     ):

@@ -875,17 +875,10 @@ def test_two_threads_that_close_at_once_close_everything_once(written: checkpoin
 
 
 def test_a_close_without_a_thread_to_be_had_still_closes_and_says_that_nothing_limits_it(
-    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch
+    written: checkpoint_files.Written, refuse_thread: Callable[[str], None]
 ) -> None:
     streamer = open_streamer(written)
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "limited call":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    refuse_thread("limited call")
     with capture_logs() as events:
         streamer.close()
     assert {event["reason"] for event in events if event["event"] == "no_limit"} == {

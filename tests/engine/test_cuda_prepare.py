@@ -6,7 +6,6 @@ The real model runs over the real CupyOps; a stand-in for CuPy allocates in host
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,38 +15,25 @@ import numpy as np
 import pytest
 
 import model_files
+from cupy_stand_in import OF_CUPY, stand_in
 from expertstream_engine import BUNDLED_MODEL, open_model, session
 from expertstream_engine.architecture import FAMILIES
 
-OF_CUPY = (
-    "expertstream_engine.cuda.launching",
-    "expertstream_engine.cuda.kernels",
-    "expertstream_engine.ops.cupy_ops",
-)
 PROMPTS = [[1], [1, 2], list(range(1, 40))]
 
 
-class Refused(Exception):
-    """Of the driver; never raised here."""
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
+    with stand_in(monkeypatch) as fake:
+        yield fake
 
 
 @pytest.fixture
-def cupy_ops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, over a CuPy that does nothing."""
-    fake = MagicMock()
-    fake.cuda.runtime.CUDARuntimeError = fake.cuda.driver.CUDADriverError = Refused
-    fake.cuda.memory.OutOfMemoryError = Refused
-    modules = {"cupy": fake, "cupy.cuda": fake.cuda, "cupy.cuda.driver": fake.cuda.driver}
-    for name, module in (modules | {"cupy.cuda.runtime": fake.cuda.runtime}).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    real = {name: sys.modules.pop(name, None) for name in OF_CUPY}
-    imported = importlib.import_module(OF_CUPY[-1])
-    monkeypatch.setattr(imported, "_address", lambda array: int(array.ctypes.data))
-    yield imported
-    for name, module in real.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+def cupy_ops(cupy: MagicMock, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, for arrays of numpy's."""
+    module = importlib.import_module(OF_CUPY[-1])
+    monkeypatch.setattr(module, "_address", lambda array: int(array.ctypes.data))
+    return module
 
 
 def compiled_and_launched(cupy_ops: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[set[str], set[str]]:
@@ -130,9 +116,7 @@ def test_what_is_launched_is_what_was_compiled_while_it_loaded(
     }
 
 
-def test_kernels_without_parameters_are_one_module(cupy_ops: Any) -> None:
-    cupy = sys.modules["cupy"]
-    assert isinstance(cupy, MagicMock)
+def test_kernels_without_parameters_are_one_module(cupy: MagicMock, cupy_ops: Any) -> None:
     cupy.cuda.Device.return_value.compute_capability = "90"
     kernels = cupy_ops.Kernels()
     for name in ("add", "top_k", "add"):

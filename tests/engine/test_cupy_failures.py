@@ -11,50 +11,14 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from cupy_stand_in import OF_CUPY, DriverFailed, PoolIsFull, RuntimeFailed, stand_in
 from expertstream import DeviceOutOfMemory, MachineError
-
-OF_CUPY = (
-    "expertstream_engine.cuda.launching",
-    "expertstream_engine.cuda.kernels",
-    "expertstream_engine.ops.cupy_ops",
-)
-
-
-class FakeError(RuntimeError):
-    """What CuPy's two bindings raise; 2 is out of memory in both."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(f"error {status}")
-        self.status = status
-
-
-class RuntimeFailed(FakeError):
-    """Of the runtime."""
-
-
-class DriverFailed(FakeError):
-    """Of the driver, which loads and launches kernels."""
-
-
-class PoolIsFull(MemoryError):
-    """Of CuPy's own pool."""
 
 
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
-    """A CuPy that does nothing, for modules that are imported anew."""
-    fake = MagicMock()
-    fake.cuda.runtime.CUDARuntimeError, fake.cuda.driver.CUDADriverError = RuntimeFailed, DriverFailed
-    fake.cuda.memory.OutOfMemoryError = PoolIsFull
-    fake.cuda.runtime.memGetInfo.return_value = 4096, 8192
-    for name, module in {"cupy": fake, "cupy.cuda": fake.cuda, "cupy.cuda.runtime": fake.cuda.runtime}.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    real = {name: sys.modules.pop(name, None) for name in OF_CUPY}
-    yield fake
-    for name, module in real.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    with stand_in(monkeypatch) as fake:
+        yield fake
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import threading
 import time
+from collections.abc import Callable
 
 import numba
 import numpy as np
@@ -120,15 +121,8 @@ def test_no_thread_is_left_after_an_exception() -> None:
     assert compute_threads() == []
 
 
-def test_no_thread_is_left_when_one_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def start_all_but_the_third(thread: threading.Thread) -> None:
-        if thread.name.endswith("-3"):
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_all_but_the_third)
+def test_no_thread_is_left_when_one_cannot_start(refuse_thread: Callable[[str], None]) -> None:
+    refuse_thread("-3")
     with pytest.raises(MachineError, match=r"thread 3 of 8 .* can't start .* fewer threads"), WorkerPool(8):
         pass
     assert compute_threads() == []

@@ -71,12 +71,12 @@ class CupyOps:
                 progress(f"{type_name}, {columns} columns")
                 for tokens in (1, TOKENS_AT_ONCE):
                     kernels.multiply(type_name, Tiling.of(columns, tokens, type_name))
-            for gate, up, down in sorted({(ffn.gate, ffn.up, ffn.down) for ffn in shapes.ffns}, key=repr):
-                progress(f"experts of {gate.type_name}, {up.type_name} and {down.type_name}")
+            for ffn in sorted(shapes.ffns, key=repr):
+                gate, up, down = ffn.gate.type_name, ffn.up.type_name, ffn.down.type_name
+                progress(f"experts of {gate}, {up} and {down}")
                 for tokens in (1, TOKENS_AT_ONCE):
-                    types = gate.type_name, up.type_name
-                    kernels.gate_up(*types, Tiling.of(gate.columns, tokens, *types))
-                    kernels.down(down.type_name, Tiling.of(down.columns, tokens, down.type_name))
+                    kernels.gate_up(gate, up, Tiling.of(ffn.gate.columns, tokens, gate, up))
+                    kernels.down(down, Tiling.of(ffn.down.columns, tokens, down))
 
     def __enter__(self) -> Self:
         with _DRIVER_CALLS:

@@ -59,7 +59,7 @@ class KernelShapes:
     """What a model multiplies with, where kernels are compiled for shapes and not for types alone.
 
     `matrices` are type and columns of its resident matrices, `table` is the type of its embedding, `ffns` are those of
-    its layers.
+    its layers, and `head_size` is the elements of an attention head. What is left out is not compiled beforehand.
     """
 
     matrices: frozenset[tuple[str, int]] = frozenset()
