@@ -116,6 +116,7 @@ class Model:
             )
             progress("kernel threads", 0, 0)
             opened.enter_context(ops)
+            ops.reserve(planned.plan.demand.total_bytes)
             self._tell_tier(progress)
             weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions, ops.place)
             if planned.hotlist is not None:

@@ -140,6 +140,23 @@ def test_the_device_holds_what_was_planned(budget: str) -> None:
         assert 0 < report.pinned_bytes <= plan.staging_bytes
 
 
+def test_the_driver_counts_what_was_planned(tmp_path: Path) -> None:
+    """Everything that the model has taken of the device, in whatever pieces the driver gives it.
+
+    A tensor of 4.25 MiB a page of 2 MiB short would be 84 MiB in 24 blocks.
+    """
+    from cupy.cuda import runtime
+
+    path = model_files.write_sparse(tmp_path / "deep.gguf", blocks=24, experts=8, width=256)
+    before_bytes, _ = runtime.memGetInfo()
+    with open_model(path, expert_memory="all", host_memory="0", context=256, **DISCRETE) as model:
+        for _ in model.generate(list(range(1, 200)), 24, ignore_eos=True):
+            pass
+        after_bytes, _ = runtime.memGetInfo()
+        planned_bytes = model.planned.plan.device_bytes
+    assert 0.9 * planned_bytes < before_bytes - after_bytes < planned_bytes + max(planned_bytes // 100, 32 << 20)
+
+
 @pytest.fixture(scope="module")
 def exact_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_files.write_dequantized(model_files.TINY_Q8_0, tmp_path_factory.mktemp("f32") / "tiny15m-f32.gguf")

@@ -7,6 +7,7 @@ device memory; what a kernel does is in the .cu files.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -106,6 +107,9 @@ class CupyOps:
     def held_bytes(self) -> int:
         """Bytes of device memory that its pool holds: placed weights, arrays in use, and freed ones kept for reuse."""
         return int(self._opened.pool.total_bytes())
+
+    def reserve(self, nbytes: int) -> None:
+        self._opened.reserved_bytes = nbytes
 
     def place(self, data: U8) -> U8:
         placed = self._new(data.shape, np.uint8)
@@ -343,9 +347,12 @@ class CupyOps:
         nbytes = np.dtype(kind).itemsize
         for length in shape:
             nbytes *= length
+        pool = self._opened.pool
         with _DRIVER_CALLS:
+            if nbytes > pool.free_bytes():
+                self._take_piece(nbytes)
             try:
-                array: NDArray[Any] = cupy.ndarray(shape, kind, self._opened.pool.malloc(nbytes))
+                array: NDArray[Any] = cupy.ndarray(shape, kind, pool.malloc(nbytes))
             except cupy.cuda.memory.OutOfMemoryError as error:
                 free_bytes, _ = runtime.memGetInfo()
                 raise DeviceOutOfMemory(
@@ -354,6 +361,17 @@ class CupyOps:
         if self._kept is not None:
             self._kept.append(array)
         return array
+
+    def _take_piece(self, nbytes: int) -> None:
+        """Have the pool hold a piece of what is reserved, if that is more than these bytes, to cut arrays from.
+
+        Each allocation of more than a MiB takes whole pages of 2 MiB, which would leave a third of some weights unused.
+        """
+        opened = self._opened
+        piece_bytes = min(_PIECE_BYTES, opened.reserved_bytes - opened.pool.total_bytes())
+        if piece_bytes > nbytes:
+            with suppress(cupy.cuda.memory.OutOfMemoryError):  # fewer bytes may still be had
+                opened.pool.malloc(piece_bytes)  # given back at once, and kept by the pool
 
     def _recorded(self, work: Callable[[], Any]) -> _Recording:
         """Launches nothing. Whatever memory it takes is kept, because every replay uses it."""
@@ -480,6 +498,7 @@ class CupyOps:
 _LAYER_KERNELS = "rms_norm", "rope", "rows", "append", "top_k", "add", "add_routed", "add_weighted"
 """Those of layer.cu that every model launches, whatever its types; beside them, activations are rounded."""
 
+_PIECE_BYTES = 16 << 20  # some times the size of a usual weight, and no more than may be in memory twice on one pool
 _THREADS = 256  # of a block that is not made of warps; attention's kernel says the same
 _ROUNDING_WARPS = 4
 _FLOAT_ROUNDINGS = {"F16": "round_f16", "BF16": "round_bf16"}
@@ -494,6 +513,7 @@ class _Open:
     def __init__(self, stream: Any, pool: Any) -> None:
         self.stream = stream
         self.pool = pool
+        self.reserved_bytes = 0
         self.position: Any = None  # of a pass's first token, on the device
         self.matmuls: dict[tuple[QuantMatrix, ...], _MatmulPlan] = {}
         self.recordings: dict[Hashable, _Recording] = {}
