@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 
 import gguf
 import numpy as np
+
+from expertstream import open_checkpoint
+from expertstream_engine import BUNDLED_MODEL
 
 DATA = Path(__file__).parent / "data"
 TINY_Q8_0 = DATA / "tiny15m-q8_0.gguf"
@@ -48,6 +53,42 @@ def write_random(architecture: str, path: Path) -> Path:
         values = 1 + 0.1 * values if deviation is None else values * np.float32(deviation)
         writer.add_tensor(name, values.astype(np.float32))
     return _finish(writer, path)
+
+
+def write_damaged(path: Path, name: str) -> Path:
+    """A copy of the bundled model with a NaN in a tensor: the first number of each row, or scale of its first block.
+
+    `name` is that of a resident tensor, or of a part of all experts of block 1.
+    """
+    shutil.copyfile(BUNDLED_MODEL, path)
+    checkpoint = open_checkpoint(path)
+    if name in checkpoint.tensors:
+        tensor = checkpoint.tensors[name]
+        type_name, rows, nbytes = tensor.type_name, math.prod(tensor.shape[:-1]), tensor.nbytes
+        firsts = [tensor.offset]
+    else:
+        (part,) = (part for part in checkpoint.layers[1].parts if part.name == name)
+        type_name, rows, nbytes, firsts = part.type_name, part.shape[0], part.expert_bytes, part.offsets.tolist()
+    scale_at = {"F32": 0, "Q4_K": 0, "Q6_K": 208}[type_name]
+    nan = np.full(1, np.nan, np.float32 if type_name == "F32" else np.float16).tobytes()
+    with path.open("r+b") as file:
+        for first in firsts:
+            for row in range(rows):
+                file.seek(first + row * nbytes // rows + scale_at)
+                file.write(nan)
+    return path
+
+
+PARTS_TO_DAMAGE = [
+    "token_embd.weight",
+    "output_norm.weight",
+    *(f"blk.1.{name}.weight" for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")),
+    *(f"blk.1.{name}.weight" for name in ("attn_q_norm", "attn_k_norm", "ffn_norm", "ffn_gate_inp")),
+    "gate",
+    "up",
+    "down",
+]
+"""What `write_damaged` takes, one of each kind."""
 
 
 def write_dequantized(source: Path, path: Path) -> Path:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import numpy as np
 
 from expertstream import (
+    ConfigError,
     Counters,
     ExpertStreamer,
     ExpertstreamError,
@@ -34,7 +35,7 @@ from expertstream_engine.ops import address_of, check_view, ops_for
 from expertstream_engine.ops.protocol import F32, I64
 from expertstream_engine.prompts import Prompts
 from expertstream_engine.report import DeviceMemory, GenerationReport, peak_rss_bytes, rss_bytes
-from expertstream_engine.sampling import Sampler, SamplingSettings
+from expertstream_engine.sampling import LogitsNotFinite, Sampler, SamplingSettings
 from expertstream_engine.settings import RunSettings
 from expertstream_engine.tokenizer import Tokenizer
 from expertstream_engine.weights import assemble_weights, kernel_shapes, weight_types
@@ -57,6 +58,8 @@ def open_model(path: str | os.PathLike[str] | None = None, *, config: Path | Non
     fields of RunSettings, with sizes as text or MemoryRequest, over EXPERTSTREAM_* variables, over the file `config`.
     Raises what `plan_run` raises, ConfigError for options, and ReadFailed.
     """
+    if path is not None and not os.fspath(path):
+        raise ConfigError("the model's path is empty; give one, or None for the bundled model")
     settings = load_settings(RunSettings, file=config, environ=os.environ, overrides=options)
     return Model(plan_run(Path(path) if path is not None else BUNDLED_MODEL, settings), settings)
 
@@ -375,7 +378,13 @@ def _pieces(model: Model, progress: _Progress, max_tokens: int, ignore_eos: bool
 
         def chosen(logits: F32) -> str | None:
             """The piece of the next token, None for the end."""
-            token = progress.sampler.next(logits[0], recent)
+            try:
+                token = progress.sampler.next(logits[0], recent)
+            except LogitsNotFinite as error:
+                raise LogitsNotFinite(
+                    f"{model.planned.checkpoint.files[0]}: after {len(recent)} tokens {error}; weights that are damaged"
+                    " give that: compare the file's checksum with the publisher's, or fetch it again"
+                ) from error
             recent.append(token)
             progress.tokens.append(token)
             progress.io_mode = model.streamer.io_mode  # a file system may turn direct reads down later

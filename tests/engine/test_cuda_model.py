@@ -21,6 +21,7 @@ from expertstream_cuda.device import _devices
 from expertstream_engine import BUNDLED_MODEL, open_model
 from expertstream_engine.architecture import FAMILIES
 from expertstream_engine.report import rss_bytes
+from expertstream_engine.sampling import LogitsNotFinite
 from gpu import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -143,7 +144,7 @@ def test_the_device_holds_what_was_planned(budget: str) -> None:
 def test_the_driver_counts_what_was_planned(tmp_path: Path) -> None:
     """Everything that the model has taken of the device, in whatever pieces the driver gives it.
 
-    A tensor of 4.25 MiB a page of 2 MiB short would be 84 MiB in 24 blocks.
+    Two tensors of 4.25 MiB a block, each in pages of 2 MiB of its own, would take 84 MiB more in 24 blocks.
     """
     from cupy.cuda import runtime
 
@@ -230,6 +231,16 @@ def test_each_architecture_gives_the_cpus_logits_and_the_same_bits_at_every_budg
                 found.append(model.logits(tokens, all_positions=True))
     np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-3)
     assert len({logits.tobytes() for logits in found}) == 1
+
+
+@pytest.mark.parametrize("name", model_files.PARTS_TO_DAMAGE)
+def test_damaged_weights_are_told_with_their_file(name: str, tmp_path: Path) -> None:
+    path = model_files.write_damaged(tmp_path / "damaged.gguf", name)
+    with (
+        open_model(path, **DISCRETE) as damaged,
+        pytest.raises(LogitsNotFinite, match=r"damaged\.gguf: after 2 tokens"),
+    ):
+        list(damaged.generate([1, 2], 4))
 
 
 LEFT_BEHIND_BYTES = 1500 * 4 * 4096

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,6 +168,16 @@ def test_activations_that_are_all_but_zero_give_all_but_zero(ops: Any, type_name
 
 
 @pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
+def test_a_nan_is_in_every_product_of_its_row_and_in_no_other(ops: Any, type_name: str) -> None:
+    x, matrix = floats(0, 2, 768), on_device(ops, on_host(type_name, 77, 768))
+    (expected,) = ops.matmul(ops.array(x), matrix)
+    x[0, 500] = np.nan
+    (result,) = ops.matmul(ops.array(x), matrix)
+    assert np.isnan(ops.to_host(result)[0]).all()
+    np.testing.assert_array_equal(ops.to_host(result)[1], ops.to_host(expected)[1])
+
+
+@pytest.mark.parametrize("type_name", SUPPORTED_TYPES)
 def test_embed_gives_the_rows_of_the_table(ops: Any, type_name: str) -> None:
     table = on_host(type_name, 11, 768)
     ids = np.array([10, 0, 3, 3])
@@ -315,6 +325,21 @@ def test_top_k_of_far_apart_and_infinite_logits(ops: Any) -> None:
     ids, shares = ops.top_k(ops.array(np.array([[-np.inf, 500, -500, -np.inf]], np.float32)), 3, True)
     assert ids.tolist() == [[1, 2, 0]]
     assert shares.tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("wrong", [[0], [40], [99], range(100)])
+def test_top_k_among_logits_that_are_no_numbers_says_so_in_the_shares(
+    ops: Any, wrong: Sequence[int], normalize: bool
+) -> None:
+    logits = np.random.default_rng(0).permutation(100).astype(np.float32)
+    both = np.stack([logits, logits])
+    both[0, list(wrong)] = np.nan
+    ids, shares = ops.top_k(ops.array(both), 8, normalize)
+    assert len(set(range(100)).intersection(ids[0].tolist())) == 8
+    assert np.isnan(shares[0]).all()
+    assert ids[1].tolist() == np.argsort(-logits)[:8].tolist()
+    assert np.isfinite(shares[1]).all()
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,14 +14,22 @@ from attrs import evolve
 from numpy.typing import NDArray
 
 import expertstream_cpu
-from expertstream import MemoryRequest, SlotStore, StoreMemory, UsageError, hookimpl
+import model_files
+from expertstream import (
+    ConfigError,
+    MemoryRequest,
+    SlotStore,
+    StoreMemory,
+    UsageError,
+    hookimpl,
+)
 from expertstream.filler import Filler
 from expertstream_engine import BUNDLED_MODEL, Model, RunSettings, open_model, session
 from expertstream_engine.cli.consoles import size_text
 from expertstream_engine.cli.summary import print_report, prompt_line
 from expertstream_engine.demand import plan_run
 from expertstream_engine.model import MoeModel
-from expertstream_engine.sampling import Sampler
+from expertstream_engine.sampling import LogitsNotFinite, Sampler
 
 LAYERS, PROMPT = 4, (5, 6, 7)
 
@@ -137,6 +146,18 @@ def test_logits_of_a_prompt_in_one_batch_are_not_copied(model: Model, monkeypatc
     whole = made[-1]
     assert model.logits(PROMPT, all_positions=True).shape == whole.shape
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("name", model_files.PARTS_TO_DAMAGE)
+def test_damaged_weights_are_told_with_their_file(name: str, tmp_path: Path) -> None:
+    path = model_files.write_damaged(tmp_path / "damaged.gguf", name)
+    with open_model(path) as damaged, pytest.raises(LogitsNotFinite, match=r"damaged\.gguf: after 2 tokens .*checksum"):
+        list(damaged.generate([1, 2], 4))
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    with pytest.raises(ConfigError, match="path is empty"):
+        open_model("")
 
 
 def test_letting_go_of_a_generation_is_enough_for_the_next_one() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -349,6 +349,20 @@ def test_top_k_of_far_apart_and_infinite_logits(ops: Ops) -> None:
     ids, shares = ops.top_k(np.array([[-np.inf, 500, -500, -np.inf]], np.float32), 3, True)
     assert ids.tolist() == [[1, 2, 0]]
     assert shares.tolist() == [[1, 0, 0]]
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("wrong", [[0], [3], [5], range(6)])
+def test_top_k_among_logits_that_are_no_numbers_says_so_in_the_shares(
+    ops: Ops, wrong: Sequence[int], normalize: bool
+) -> None:
+    logits = np.array([[3, 1, 2, 0, 5, 4], [3, 1, 2, 0, 5, 4]], np.float32)
+    logits[0, list(wrong)] = np.nan
+    ids, shares = ops.top_k(logits, 2, normalize)
+    assert len({0, 1, 2, 3, 4, 5}.intersection(ids[0].tolist())) == 2
+    assert np.isnan(shares[0]).all()
+    assert ids[1].tolist() == [4, 5]
+    assert np.isfinite(shares[1]).all()
 
 
 @pytest.mark.parametrize("columns", [1, 33, 700])

@@ -19,7 +19,21 @@ __device__ __forceinline__ float warp_max(float value) {
     return value;
 }
 
-__device__ __forceinline__ float limit_to_finite(float value) { return fminf(fmaxf(value, -LARGEST), LARGEST); }
+// Of magnitudes, by their bits: so that a NaN counts as larger than any number.
+__device__ __forceinline__ bool is_larger(float magnitude, float other) {
+    return __float_as_uint(magnitude) > __float_as_uint(other);
+}
+
+__device__ __forceinline__ float warp_max_magnitude(float magnitude) {
+    unsigned bits = __float_as_uint(magnitude);
+#pragma unroll
+    for (int lane = 16; lane; lane >>= 1) bits = max(bits, __shfl_xor_sync(~0u, bits, lane));
+    return __uint_as_float(bits);
+}
+
+__device__ __forceinline__ float limit_to_finite(float value) {
+    return fabsf(value) == ENDLESS ? copysignf(LARGEST, value) : value;
+}
 
 __device__ __forceinline__ float through_half(float value) {
     float rounded;
@@ -42,7 +56,7 @@ extern "C" __global__ void round_q8_0(const float *x, i64 columns, u8 *records, 
     if (32 * block >= columns) return;
     u8 *record = records + blockIdx.y * record_bytes;
     const float value = x[blockIdx.y * columns + 32 * block + lane];
-    const float scale = __fdiv_rn(warp_max(fabsf(value)), 127.0f);
+    const float scale = __fdiv_rn(warp_max_magnitude(fabsf(value)), 127.0f);
     const float inverse = scale == 0 ? 0 : limit_to_finite(__fdiv_rn(1.0f, scale));
     ((signed char *)record)[32 * block + lane] = (signed char)(int)roundf(__fmul_rn(value, inverse));
     if (lane == 0) ((float *)(record + columns))[block] = through_half(scale);
@@ -60,11 +74,11 @@ extern "C" __global__ void round_q8_k(const float *x, i64 columns, u8 *records, 
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
         values[k] = place[k];
-        if (fabsf(values[k]) > fabsf(extreme)) extreme = values[k];
+        if (is_larger(fabsf(values[k]), fabsf(extreme))) extreme = values[k];
     }
-    const float largest = warp_max(fabsf(extreme));
-    const unsigned holders = __ballot_sync(~0u, fabsf(extreme) == largest);
-    extreme = __shfl_sync(~0u, extreme, holders ? __ffs(holders) - 1 : 0);
+    const float largest = warp_max_magnitude(fabsf(extreme));
+    const unsigned holders = __ballot_sync(~0u, !is_larger(largest, fabsf(extreme)));
+    extreme = __shfl_sync(~0u, extreme, __ffs(holders) - 1);
     const float inverse = extreme == 0 ? 0 : limit_to_finite(__fdiv_rn(-127.0f, extreme));
     int sum = 0;
     u8 quants[8];
@@ -212,7 +226,8 @@ template <int HEAD> __global__ void __launch_bounds__(TILE) attention(
     }
 }
 
-// One warp a token. The next best is the largest after the last one, in the order (logit down, id up).
+// One warp a token. The next best is the largest after the last one, in the order (logit down, id up). Where a logit is no
+// number, nor are the shares.
 extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 normalize, i64 *ids, float *shares) {
     in_turn();
     logits += blockIdx.x * experts;
@@ -221,11 +236,13 @@ extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 no
     const int lane = threadIdx.x;
     float last = ENDLESS, highest = 0, chosen_sum = 0;
     i64 last_id = -1;
+    bool is_number = true;
     for (i64 place = 0; place < k; ++place) {
         float best = -ENDLESS;
         i64 best_id = experts;
         for (i64 expert = lane; expert < experts; expert += 32) {
-            const float logit = logits[expert];
+            const float logit = fmaxf(logits[expert], -ENDLESS);  // and no NaN
+            is_number &= logits[expert] == logits[expert];
             const bool is_left = logit < last || (logit == last && expert > last_id);
             if (is_left && (logit > best || best_id == experts)) best = logit, best_id = expert;
         }
@@ -241,7 +258,7 @@ extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 no
         if (lane == 0) ids[place] = best_id, shares[place] = share;
         last = best, last_id = best_id;
     }
-    float sum = chosen_sum;
+    float sum = __all_sync(~0u, is_number) ? chosen_sum : __int_as_float(0x7FC00000);
     if (!normalize) {
         sum = 0;
         for (i64 expert = lane; expert < experts; expert += 32) sum += expf(logits[expert] - highest);

@@ -2,7 +2,8 @@
 
 A record is structure of arrays: quants first, then sums, then scales, each as long as the columns say. Rounding follows
 the reference of ggml (`quantize_row_q8_0_ref`, `quantize_row_q8_K_ref` in ggml-quants.c, MIT), which llama.cpp applies.
-Like there, an infinity makes its results NaN, and a NaN is lost in Q8_0 and Q8_K.
+Like there, an infinity makes its results NaN. So does a NaN, which is lost there in Q8_0 and Q8_K: damaged weights are
+to be noticed.
 """
 
 from __future__ import annotations
@@ -105,14 +106,15 @@ def _emit_q8_k(code: VectorBuilder, x: Value, columns: Value, record: Value) -> 
 
 
 def _first_extreme(code: VectorBuilder, block: Value) -> Value:
-    """The first of 256 floats whose magnitude is the largest, with its sign."""
+    """The first of 256 floats whose magnitude is the largest, with its sign; NaN where there is one."""
     builder, part = code.builder, vector(F32, 16)
     largest = code.variable(code.constant(part, 0.0))
     with code.loop(16) as i:
         magnitudes = code.magnitude(code.load(block, part, code.times(i, 4 * 16)))
         builder.store(code.larger(builder.load(largest), magnitudes), largest)
-    magnitude = code.splat(code.largest_lane(builder.load(largest)), 16)
-    extreme = code.variable(ir.Constant(F32, 0.0))
+    highest = code.largest_lane(builder.load(largest))
+    magnitude = code.splat(highest, 16)
+    extreme = code.variable(highest)
     # From the end to the beginning, so that the first one is what stays.
     with code.loop(16) as i:
         place = code.at(block, code.times(builder.sub(ir.Constant(I64, 15), i), 4 * 16))

@@ -680,8 +680,11 @@ def _choose(logits: int, experts: int, k: int, normalize: int, ids: int, weights
     best = words_at(ids)
     shares = floats_at(weights)
     found = 0
+    total = 0.0
     for expert in range(experts):
         value = values[expert]
+        if value != value:
+            total = np.nan  # the shares of all
         if found == k and not value > values[best[k - 1]]:  # so a NaN never displaces, and equals keep the lower id
             continue
         place = min(found, k - 1)
@@ -690,7 +693,6 @@ def _choose(logits: int, experts: int, k: int, normalize: int, ids: int, weights
             place -= 1
         best[place] = expert
         found = min(found + 1, k)
-    total = 0.0
     for place in range(k):
         shares[place] = _exp(values[best[place]] - values[best[0]])
         total += shares[place]

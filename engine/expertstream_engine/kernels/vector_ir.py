@@ -171,7 +171,7 @@ class VectorBuilder:
         return self.pick(lanes)
 
     def largest_lane(self, lanes: Value) -> Value:
-        """The largest lane, a scalar."""
+        """The largest lane of magnitudes, a scalar; a NaN counts as larger than any number."""
         count = lanes.type.count
         while count > 1:
             count //= 2
@@ -179,8 +179,10 @@ class VectorBuilder:
         return self.pick(lanes)
 
     def larger(self, left: Value, right: Value) -> Value:
-        """The larger lanes of two vectors."""
-        return self.builder.select(self.builder.fcmp_ordered(">", right, left), right, left)
+        """The larger lanes of two vectors of magnitudes; a NaN counts as larger than any number."""
+        words = vector(I32, left.type.count)  # floats without a sign have the order of their bits
+        as_words = self.builder.bitcast(left, words), self.builder.bitcast(right, words)
+        return self.builder.select(self.builder.icmp_signed(">", as_words[1], as_words[0]), right, left)
 
     def magnitude(self, lanes: Value) -> Value:
         """The lanes without their signs."""
