@@ -97,7 +97,8 @@ class WorkerPool:
         except RuntimeError as error:  # what Python says where the system has no thread to give
             raise MachineError(
                 f"compute thread {number} of {self.threads} could not be started: {error};"
-                " compute with fewer threads, or raise the limit on processes (ulimit -u, or the container's)"
+                " compute with fewer threads, or raise the limit on processes (ulimit -u) or on address space (ulimit"
+                " -v), or the container's"
             ) from error
 
     def _stop(self) -> None:
