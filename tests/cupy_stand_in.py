@@ -44,13 +44,13 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
     fake.cuda.runtime.CUDARuntimeError, fake.cuda.driver.CUDADriverError = RuntimeFailed, DriverFailed
     fake.cuda.memory.OutOfMemoryError = PoolIsFull
     fake.cuda.runtime.memGetInfo.return_value = 4096, 8192
-    pool = fake.cuda.MemoryPool.return_value
-    pool.free_bytes.return_value = pool.total_bytes.return_value = 0
     for name, module in {"cupy": fake, "cupy.cuda": fake.cuda, "cupy.cuda.runtime": fake.cuda.runtime}.items():
         monkeypatch.setitem(sys.modules, name, module)
     real = {name: sys.modules.pop(name, None) for name in OF_CUPY}
-    yield fake
-    for name, module in real.items():
-        sys.modules.pop(name, None)
-        if module is not None:
-            sys.modules[name] = module
+    try:
+        yield fake
+    finally:
+        for name, module in real.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module

@@ -55,31 +55,29 @@ def write_random(architecture: str, path: Path) -> Path:
     return _finish(writer, path)
 
 
-def write_damaged(path: Path, name: str) -> Path:
-    """A copy of the bundled model with a NaN in a tensor: the first number of each row, or scale of its first block.
+def write_damaged(path: Path, part_name: str, value: float, source: Path = BUNDLED_MODEL) -> Path:
+    """A copy of a model with `value` in the last row of a tensor, as its first number or its first block's scale.
 
-    `name` is that of a resident tensor, or of a part of all experts of block 1.
+    `part_name` is the name of a resident tensor, or of a part of the experts in block 1, all of which have it then.
     """
-    shutil.copyfile(BUNDLED_MODEL, path)
+    shutil.copyfile(source, path)
     checkpoint = open_checkpoint(path)
-    if name in checkpoint.tensors:
-        tensor = checkpoint.tensors[name]
-        type_name, rows, nbytes = tensor.type_name, math.prod(tensor.shape[:-1]), tensor.nbytes
-        firsts = [tensor.offset]
+    if part_name in checkpoint.tensors:
+        tensor = checkpoint.tensors[part_name]
+        type_name, rows, nbytes, begins = tensor.type_name, math.prod(tensor.shape[:-1]), tensor.nbytes, [tensor.offset]
     else:
-        (part,) = (part for part in checkpoint.layers[1].parts if part.name == name)
-        type_name, rows, nbytes, firsts = part.type_name, part.shape[0], part.expert_bytes, part.offsets.tolist()
-    scale_at = {"F32": 0, "Q4_K": 0, "Q6_K": 208}[type_name]
-    nan = np.full(1, np.nan, np.float32 if type_name == "F32" else np.float16).tobytes()
+        (part,) = (part for part in checkpoint.layers[1].parts if part.name == part_name)
+        type_name, rows, nbytes, begins = part.type_name, part.shape[0], part.expert_bytes, part.offsets.tolist()
+    scale_at = {"F32": 0, "Q4_K": 0, "Q6_K": 208, "Q8_0": 0}[type_name]
+    written = np.full(1, value, np.float32 if type_name == "F32" else np.float16).tobytes()
     with path.open("r+b") as file:
-        for first in firsts:
-            for row in range(rows):
-                file.seek(first + row * nbytes // rows + scale_at)
-                file.write(nan)
+        for begin in begins:
+            file.seek(begin + nbytes // rows * (rows - 1) + scale_at)
+            file.write(written)
     return path
 
 
-PARTS_TO_DAMAGE = [
+DAMAGED_PARTS = [
     "token_embd.weight",
     "output_norm.weight",
     *(f"blk.1.{name}.weight" for name in ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")),

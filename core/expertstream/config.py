@@ -298,7 +298,9 @@ def _unknown(name: str, fields: Mapping[str, object], options_only: Collection[s
     spelled = {field: f"{ENVIRONMENT_PREFIX}{field.upper()}" if is_variable else repr(field) for field in fields}
     close = get_close_matches(plain, fields, n=1)
     return (
-        f"is not known; did you mean {spelled[close[0]]}?" if close else f"is not known; known are {', '.join(fields)}"
+        f"is not known; did you mean {spelled[close[0]]}?"
+        if close
+        else f"is not known; known are {', '.join(sorted(spelled.values()))}"
     )
 
 

@@ -35,7 +35,7 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
     try:
         thread.start()
     except RuntimeError as error:  # what Python says then
-        get_log().warning("no_limit", seconds=limit_s, reason=f"no thread could be started: {error}")
+        get_log().warning("no_time_limit", seconds=limit_s, reason=f"no thread could be started: {error}")
         return call()
     thread.join(limit_s)
     if not outcome.done():

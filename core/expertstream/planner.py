@@ -269,6 +269,7 @@ def make_plan(
     smallest_bytes = smallest_expert_memory_bytes(checkpoint)
     one_pool = backend.host_memory_is_device_addressable()
     notes: list[str] = []
+    by_default: str | None = None
     if host_request is not None and host_request.is_nothing:
         if host_tiering is not None and not backend.has_host_tier:
             notes.append(f"there is no host tier, and so none that is {host_tiering}: host memory of 0 was asked for")
@@ -278,16 +279,18 @@ def make_plan(
     if request is not None:
         slot_counts = _requested(request, checkpoint, classes, smallest, every)
     else:
-        slot_counts, note = _by_default(demand, classes, smallest, every, one_pool, available)
-        notes.append(note)
+        slot_counts, by_default = _by_default(demand, classes, smallest, every, one_pool, available)
     if one_pool:
         chosen = [ClassPlan(*planned) for planned in zip(classes, slot_counts, strict=True)]
         _refuse_what_does_not_fit(demand, chosen, smallest_bytes, one_pool, available)
     beside = demand if one_pool or demand.on_device else None
-    granted = _granted(backend, beside, classes, smallest, slot_counts, request, notes)
+    granted, cuts = _granted(backend, beside, classes, smallest, slot_counts, request)
+    if by_default is not None and not (one_pool and cuts):  # in one pool it says what was given, in two who gives it
+        notes.append(by_default)
+    notes.extend(cuts)
     if not one_pool:  # no sooner, because the backend says how much of the host's memory is staging
         _refuse_what_does_not_fit(demand, granted, smallest_bytes, one_pool, available)
-    notes.extend(_thrashing(checkpoint, granted))
+    notes.extend(_thrashing(checkpoint, granted, is_cut=bool(cuts)))
     tiering = host_tiering or DEFAULT_HOST_TIERING
     host_tier_off = None
     if backend.has_host_tier:
@@ -504,9 +507,11 @@ def _granted(
     smallest: Sequence[int],
     slot_counts: Sequence[int],
     request: MemoryRequest | None,
-    notes: list[str],
-) -> tuple[ClassPlan, ...]:
-    """The slots that the backend grants, of a request all of them. `beside` is what else lies in their memory."""
+) -> tuple[tuple[ClassPlan, ...], list[str]]:
+    """The slots that the backend grants, of a request all of them, and notes of what it does not grant.
+
+    `beside` is what else lies in their memory.
+    """
     granted: list[ClassPlan] = []
     cuts: list[tuple[str, str]] = []  # what is granted of a class that gets fewer than were asked for, and why
     answers = _answers(backend, beside, classes, smallest, slot_counts)
@@ -525,21 +530,20 @@ def _granted(
         if plan.slot_count < asked:
             cuts.append((f"{plan.slot_count} of {asked} slots for {_layers(plan.size_class)}", reason))
     if not cuts:
-        return tuple(granted)
+        return tuple(granted), []
     shared = _shared_out(backend, beside, granted, smallest, slot_counts)
     if shared == granted:
-        notes.extend(f"backend {backend.name!r} grants {cut}: {reason}" for cut, reason in cuts)
-    else:
-        shares = ", ".join(
-            f"{plan.slot_count} of {asked} slots for {_layers(plan.size_class)}"
-            for plan, asked in zip(shared, slot_counts, strict=True)
-        )
-        asked_bytes, shared_bytes = _slots_bytes(classes, slot_counts), sum(plan.total_bytes for plan in shared)
-        notes.append(
-            f"backend {backend.name!r} grants {shared_bytes} of {asked_bytes} bytes, which are shared out: {shares};"
-            f" asked for all of them it said: {cuts[0][1]}"
-        )
-    return tuple(shared)
+        return tuple(granted), [f"backend {backend.name!r} grants {cut}: {reason}" for cut, reason in cuts]
+    shares = ", ".join(
+        f"{plan.slot_count} of {asked} slots for {_layers(plan.size_class)}"
+        for plan, asked in zip(shared, slot_counts, strict=True)
+    )
+    asked_bytes, shared_bytes = _slots_bytes(classes, slot_counts), sum(plan.total_bytes for plan in shared)
+    note = (
+        f"backend {backend.name!r} grants {shared_bytes} of {asked_bytes} bytes, which are shared out: {shares};"
+        f" asked for all of them it said: {cuts[0][1]}"
+    )
+    return tuple(shared), [note]
 
 
 def _answers(
@@ -600,16 +604,20 @@ def _fractions(plans: Sequence[ClassPlan]) -> list[Fraction]:
     return sorted(Fraction(plan.slot_count, plan.size_class.expert_count) for plan in plans)
 
 
-def _thrashing(checkpoint: Checkpoint, plans: Sequence[ClassPlan]) -> Iterator[str]:
-    """A warning for each class that cannot hold what one token uses there: its experts return after their eviction."""
+def _thrashing(checkpoint: Checkpoint, plans: Sequence[ClassPlan], *, is_cut: bool) -> Iterator[str]:
+    """A warning for each class that cannot hold what one token uses there: its experts return after their eviction.
+
+    Where the backend has cut the plans, asking for more is no advice.
+    """
     used = [checkpoint.experts_per_token * len(plan.size_class.layers) for plan in plans]
     enough_bytes = round_up_bytes(_slots_bytes([plan.size_class for plan in plans], used))
+    enough = MemoryRequest(size_bytes=enough_bytes)
+    advice = "" if is_cut else f"; expert memory of {enough} would hold what one token uses"
     for plan, per_token in zip(plans, used, strict=True):
         if plan.slot_count < per_token:
             yield (
                 f"{_slots(plan)} are fewer than the {per_token} experts that one token uses there, so every token loads"
-                f" most or all of them again; expert memory of {MemoryRequest(size_bytes=enough_bytes)} would hold what"
-                " one token uses"
+                f" most or all of them again{advice}"
             )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 TYPE_CHECKING = False  # typing's own takes time to import, during which an interrupt would be a traceback
 if TYPE_CHECKING:
     from expertstream_engine.report import DeviceMemory, GenerationReport
-    from expertstream_engine.sampling import SamplingSettings
+    from expertstream_engine.sampling import LogitsNotFinite, SamplingSettings
     from expertstream_engine.session import BUNDLED_MODEL, Generation, Model, open_model
     from expertstream_engine.settings import RunSettings
 
@@ -17,6 +17,7 @@ __all__ = [
     "DeviceMemory",
     "Generation",
     "GenerationReport",
+    "LogitsNotFinite",
     "Model",
     "RunSettings",
     "SamplingSettings",
@@ -26,6 +27,7 @@ __all__ = [
 _MODULES = {
     "DeviceMemory": "report",
     "GenerationReport": "report",
+    "LogitsNotFinite": "sampling",
     "RunSettings": "settings",
     "SamplingSettings": "sampling",
 }

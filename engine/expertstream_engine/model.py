@@ -51,6 +51,7 @@ class MoeModel:
         """Forget the sequence; experts in slots stay."""
         self.position = 0
 
+    @np.errstate(invalid="ignore", over="ignore")  # damaged weights are told of by their logits
     def forward(self, ids: I64, *, all_logits: bool = False) -> F32:
         """Logits after the tokens `ids` (int64): (1, vocabulary) of the last or, if asked, one row for each.
 

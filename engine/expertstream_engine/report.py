@@ -36,6 +36,7 @@ class GenerationReport:
     anything was loaded, are most of it.
     `device_bytes`, of `planned_device_bytes`, and `pinned_bytes` are those of DeviceMemory, a host tier of `host_slots`
     included, which may still grow to `planned_host_slots`.
+    `seed` repeats the draws, None where nothing was drawn.
     `on_device` says that slots are a device's, which computes or has memory of its own.
     """
 
@@ -67,7 +68,7 @@ class GenerationReport:
     planned_device_bytes: int
     interpreter_bytes: int
     peak_rss_bytes: int
-    seed: int
+    seed: int | None
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -89,7 +90,8 @@ class GenerationReport:
         total = self.total
         fields = asdict(self, recurse=False)
         for phase in ("prefill", "decode"):
-            fields[phase] = asdict(getattr(self, phase))
+            counters: Counters = getattr(self, phase)
+            fields[phase] = asdict(counters) | {"hit_rate": counters.hit_rate}
         fields["prompt_tokens"], fields["tokens"] = list(self.prompt_tokens), list(self.tokens)
         return fields | {
             "streaming": self.streaming,

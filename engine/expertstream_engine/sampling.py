@@ -92,6 +92,11 @@ class Sampler:
         """What repeats this sampler's draws."""
         self._random = np.random.Generator(np.random.PCG64(self.seed))
 
+    @property
+    def draws(self) -> bool:
+        """Whether chance has a part in the choice."""
+        return self._settings.temperature != 0
+
     def next(self, logits: NDArray[np.float32], recent: Sequence[int]) -> int:
         """The next token's id, from logits of shape (vocab,), which are left as they are.
 
@@ -101,7 +106,7 @@ class Sampler:
         settings = self._settings
         _check(logits)
         logits = self._penalized(logits, recent)
-        if settings.temperature == 0:
+        if not self.draws:
             return int(logits.argmax())
         tokens = _top_k(logits, settings.top_k)
         tokens = _top_p(logits, tokens, settings.top_p)

@@ -56,12 +56,13 @@ def open_model(path: str | os.PathLike[str] | None = None, *, config: Path | Non
 
     `path` is a GGUF file, any shard of a split one or their folder; None is the bundled model. `options` are the
     fields of RunSettings, with sizes as text or MemoryRequest, over EXPERTSTREAM_* variables, over the file `config`.
-    Raises what `plan_run` raises, ConfigError for options, and ReadFailed.
+    Raises what `plan_run` raises, ConfigError for options and an empty path, and ReadFailed.
     """
+    model = BUNDLED_MODEL if path is None else Path(os.fsdecode(path))
     if path is not None and not os.fspath(path):
         raise ConfigError("the model's path is empty; give one, or None for the bundled model")
     settings = load_settings(RunSettings, file=config, environ=os.environ, overrides=options)
-    return Model(plan_run(Path(path) if path is not None else BUNDLED_MODEL, settings), settings)
+    return Model(plan_run(model, settings), settings)
 
 
 class Model:
@@ -101,10 +102,10 @@ class Model:
                     read_timeout_s=settings.read_timeout_s,
                 )
             )
-            views = [self.streamer.device_view(slot) for slot in range(self.streamer.slot_count)]
-            for slot, view in enumerate(views):
-                check_view(planned.backend, planned.dlpack_type, slot, view)
-            ops = ops_for(views[0], settings.threads)
+            slot_addresses = self._slot_addresses()
+            # In one pool weights are still there while they are placed, and would all be in memory twice.
+            reserved_bytes = 0 if planned.plan.one_pool else planned.plan.demand.total_bytes
+            ops = ops_for(self.streamer.device_view(0), settings.threads, reserved_bytes)
             shapes = kernel_shapes(checkpoint, shape)
             ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0), shapes)
             self._tell_tier(progress)
@@ -119,7 +120,6 @@ class Model:
             )
             progress("kernel threads", 0, 0)
             opened.enter_context(ops)
-            ops.reserve(planned.plan.demand.total_bytes)
             self._tell_tier(progress)
             weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions, ops.place)
             if planned.hotlist is not None:
@@ -127,10 +127,11 @@ class Model:
                     planned.hotlist.scores, lambda done, total: progress("hot experts", done, total)
                 )
             self._ops = ops
-            slots = np.array([address_of(view) for view in views], np.int64)
-            self._decoder = MoeModel(shape, weights, ops, self.streamer, slots, planned.plan.demand.context_tokens)
+            context = planned.plan.demand.context_tokens
+            self._decoder = MoeModel(shape, weights, ops, self.streamer, slot_addresses, context)
             self._memory = DeviceMemory(0, 0)
             self._memory = self._measured()
+            self._io_mode = self.streamer.io_mode
             self._generating = False
             self._closed = False
             self._in_use = threading.RLock()
@@ -157,7 +158,10 @@ class Model:
         return self._prompts.encode(text)
 
     def logits(self, tokens: Sequence[int], *, all_positions: bool = False) -> F32:
-        """Logits after a fresh prompt of token ids: (1, vocabulary) of the last position, or a row for each."""
+        """Logits after a fresh prompt of token ids: (1, vocabulary) of the last position, or a row for each.
+
+        Of damaged weights they may be NaN, which `generate` refuses.
+        """
         self._begin()
         try:
             self._decoder.reset()
@@ -182,7 +186,8 @@ class Model:
         """Text pieces as they come, and afterwards what they cost; see Generation. Each prompt begins a new sequence.
 
         Token ids are taken as they are; text gets BOS where the file says so. Raises ContextOverflow, before anything
-        is computed, if prompt and answer do not fit the context.
+        is computed, if prompt and answer do not fit the context; a pass raises what reads and the backend raise, and
+        LogitsNotFinite where weights are damaged.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self._prompts.check(ids, max_tokens)
@@ -237,7 +242,18 @@ class Model:
         with self._in_use:
             if self._closed:
                 raise UsageError("this model was closed while it was generating")
-            return self._decoder.forward(ids, all_logits=all_logits)
+            logits = self._decoder.forward(ids, all_logits=all_logits)
+            self._io_mode = self.streamer.io_mode  # a file system may turn direct reads down at any of them
+            return logits
+
+    def _slot_addresses(self) -> I64:
+        """Where each slot begins for kernels; no view stays, as one would keep slots of a model that failed to load."""
+        addresses = np.empty(self.streamer.slot_count, np.int64)
+        for slot in range(addresses.size):
+            view = self.streamer.device_view(slot)
+            check_view(self.planned.backend, self.planned.dlpack_type, slot, view)
+            addresses[slot] = address_of(view)
+        return addresses
 
     def _measured(self) -> DeviceMemory:
         """What there is now, or was last where the backend cannot say: a figure for people ends no run."""
@@ -341,7 +357,7 @@ class Generation:
             planned_device_bytes=plan.device_bytes,
             interpreter_bytes=model.interpreter_bytes,
             peak_rss_bytes=peak_rss_bytes(),
-            seed=progress.sampler.seed,
+            seed=progress.sampler.seed if progress.sampler.draws else None,
         )
 
     @property
@@ -360,7 +376,7 @@ class _Progress:
         self.tokens: list[int] = []
         self.text = ""
         self.finish = "interrupted"
-        self.io_mode = model.streamer.io_mode
+        self.io_mode = model._io_mode
         self.prefill = _Cost(model.streamer)
         self.decode = _Cost(model.streamer)
         self.decode_passes = 0
@@ -381,13 +397,16 @@ def _pieces(model: Model, progress: _Progress, max_tokens: int, ignore_eos: bool
             try:
                 token = progress.sampler.next(logits[0], recent)
             except LogitsNotFinite as error:
-                raise LogitsNotFinite(
-                    f"{model.planned.checkpoint.files[0]}: after {len(recent)} tokens {error}; weights that are damaged"
-                    " give that: compare the file's checksum with the publisher's, or fetch it again"
-                ) from error
+                first, *others = model.planned.checkpoint.files
+                files = f"{first} and {len(others)} more files" if others else first
+                error.add_note(
+                    f"after {len(recent)} tokens with the weights of {files}: they are damaged, or give numbers that"
+                    " are too large for their type; compare checksums with the publisher's"
+                )
+                raise
             recent.append(token)
             progress.tokens.append(token)
-            progress.io_mode = model.streamer.io_mode  # a file system may turn direct reads down later
+            progress.io_mode = model._io_mode
             if token in stops:
                 progress.finish = "eos"
                 return None

@@ -14,7 +14,7 @@ DEFAULT_CONTEXT_TOKENS = 4096
 COMMAND_LINE_ONLY = frozenset(
     {
         *("model", "prompt", "token_ids", "max_tokens", "temperature", "top_k", "top_p", "min_p", "repeat_penalty"),
-        *("seed", "ignore_eos", "save_hotlist", "json", "verbose", "debug"),
+        *("seed", "ignore_eos", "save_hotlist", "config", "json", "verbose", "debug"),
     }
 )
 """Options that are no settings: what to generate and what to show is said anew for each run."""

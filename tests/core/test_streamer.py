@@ -881,7 +881,7 @@ def test_a_close_without_a_thread_to_be_had_still_closes_and_says_that_nothing_l
     refuse_thread("limited call")
     with capture_logs() as events:
         streamer.close()
-    assert {event["reason"] for event in events if event["event"] == "no_limit"} == {
+    assert {event["reason"] for event in events if event["event"] == "no_time_limit"} == {
         "no thread could be started: can't start new thread"
     }
     for store, _ in streamer._classes:

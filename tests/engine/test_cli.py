@@ -75,7 +75,8 @@ class TestRun:
             *("decode_seconds", "decode_tokens_per_second", "peak_rss_bytes", "prefill", "decode"),
             *("device_hits", "host_hits", "h2d_bytes", "device_bytes", "pinned_bytes", "host_slots", "host_tiering"),
         }
-        assert set(ran["prefill"]) == set(ran["decode"]) == COUNTERS
+        assert set(ran["prefill"]) == set(ran["decode"]) == COUNTERS | {"hit_rate"}
+        assert ran["seed"] is None
         assert len(ran["tokens"]) == 12
         assert (ran["backend"], ran["policy"]) == ("cpu", "hotness")
 
@@ -268,7 +269,7 @@ class TestRefusals:
         plain = call("run", *PROMPT, "-n", "2", "--expert-memory", "25%")
         unused = call("run", *PROMPT, "-n", "2", "--expert-memory", "25%", "--seed", "4", "--top-k", "3")
         assert unused.stdout == plain.stdout
-        assert "note: top_k and seed change nothing at temperature 0" in unused.stderr
+        assert "note: --top-k and --seed change nothing at temperature 0" in unused.stderr
         assert "change nothing" not in plain.stderr
         drawn = call("run", *PROMPT, "-n", "2", "--seed", "4", "--top-k", "3", "--temperature", "1")
         assert "change nothing" not in drawn.stderr

@@ -137,25 +137,26 @@ def test_the_device_holds_what_was_planned(budget: str) -> None:
             pass
         report, plan = generation.report, model.planned.plan
         least = plan.expert_memory_bytes + plan.demand.resident_bytes + plan.demand.kv_cache_bytes
-        assert least < report.device_bytes <= report.planned_device_bytes + (8 << 20)
+        assert least < report.device_bytes == report.planned_device_bytes
         assert 0 < report.pinned_bytes <= plan.staging_bytes
 
 
-def test_the_driver_counts_what_was_planned(tmp_path: Path) -> None:
-    """Everything that the model has taken of the device, in whatever pieces the driver gives it.
+@pytest.mark.parametrize("hidden", [2048, 4096])
+def test_the_driver_counts_what_was_planned(hidden: int, tmp_path: Path) -> None:
+    """Everything that the model has taken of the device: also what is lost to pages of 2 MiB that are filled in part.
 
-    Two tensors of 4.25 MiB a block, each in pages of 2 MiB of its own, would take 84 MiB more in 24 blocks.
+    Each of these weights on its own would waste 130 MiB of pages, and the wider ones 160.
     """
     from cupy.cuda import runtime
 
-    path = model_files.write_sparse(tmp_path / "deep.gguf", blocks=24, experts=8, width=256)
+    path = model_files.write_sparse(tmp_path / "deep.gguf", blocks=24, experts=8, width=256, hidden=hidden)
     before_bytes, _ = runtime.memGetInfo()
     with open_model(path, expert_memory="all", host_memory="0", context=256, **DISCRETE) as model:
         for _ in model.generate(list(range(1, 200)), 24, ignore_eos=True):
             pass
         after_bytes, _ = runtime.memGetInfo()
         planned_bytes = model.planned.plan.device_bytes
-    assert 0.9 * planned_bytes < before_bytes - after_bytes < planned_bytes + max(planned_bytes // 100, 32 << 20)
+    assert planned_bytes <= before_bytes - after_bytes < planned_bytes + max(planned_bytes // 100, 32 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -233,14 +234,13 @@ def test_each_architecture_gives_the_cpus_logits_and_the_same_bits_at_every_budg
     assert len({logits.tobytes() for logits in found}) == 1
 
 
-@pytest.mark.parametrize("name", model_files.PARTS_TO_DAMAGE)
-def test_damaged_weights_are_told_with_their_file(name: str, tmp_path: Path) -> None:
-    path = model_files.write_damaged(tmp_path / "damaged.gguf", name)
-    with (
-        open_model(path, **DISCRETE) as damaged,
-        pytest.raises(LogitsNotFinite, match=r"damaged\.gguf: after 2 tokens"),
-    ):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("part_name", model_files.DAMAGED_PARTS)
+def test_damaged_weights_are_told_with_their_file(part_name: str, value: float, tmp_path: Path) -> None:
+    path = model_files.write_damaged(tmp_path / "damaged.gguf", part_name, value)
+    with open_model(path, **DISCRETE) as damaged, pytest.raises(LogitsNotFinite) as refusal:
         list(damaged.generate([1, 2], 4))
+    assert "damaged.gguf" in refusal.value.__notes__[0]
 
 
 LEFT_BEHIND_BYTES = 1500 * 4 * 4096

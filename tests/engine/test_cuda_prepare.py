@@ -83,7 +83,7 @@ def compiled_and_launched(cupy_ops: Any, path: Path, monkeypatch: pytest.MonkeyP
             return np.zeros(count, np.int64), np.zeros(count, np.float32)
 
     monkeypatch.setattr(cupy_ops, "_Answers", Answers)
-    monkeypatch.setattr(session, "ops_for", lambda view, threads: OnTheHost())
+    monkeypatch.setattr(session, "ops_for", lambda view, threads, reserved_bytes: OnTheHost())
     with open_model(path, expert_memory="50%") as model:
         compiled = set(asked)
         asked.clear()

@@ -90,30 +90,14 @@ def test_a_full_pool_says_what_was_asked_and_what_is_free(cupy: MagicMock, ops: 
         ops.empty(2, 4)
 
 
-def test_of_what_is_reserved_a_large_piece_is_taken_for_a_small_array(cupy: MagicMock, ops: Any) -> None:
+def test_what_is_reserved_is_had_before_the_first_array_or_refused(cupy: MagicMock) -> None:
     pool = cupy.cuda.MemoryPool.return_value
-    pool.malloc.reset_mock()
-    ops.reserve(40 << 20)
-    asked = []
-    for held, free, nbytes in (
-        (0, 0, 5 << 20),
-        (16 << 20, 11 << 20, 5 << 20),
-        (30 << 20, 1 << 20, 5 << 20),
-        (38 << 20, 0, 5 << 20),
-    ):
-        pool.total_bytes.return_value, pool.free_bytes.return_value = held, free
-        ops.empty(nbytes // 4)
-        asked.append([call.args[0] for call in pool.malloc.call_args_list])
-        pool.malloc.reset_mock()
-    assert asked == [[16 << 20, 5 << 20], [5 << 20], [10 << 20, 5 << 20], [5 << 20]]
-
-
-def test_a_piece_that_is_not_to_be_had_leaves_the_array_that_is(cupy: MagicMock, ops: Any) -> None:
-    pool = cupy.cuda.MemoryPool.return_value
-    ops.reserve(40 << 20)
-    pool.malloc.side_effect = [PoolIsFull(), pool.malloc.return_value]
-    ops.empty(4)
-    assert pool.malloc.call_args.args == (16,)
+    ops = importlib.import_module(OF_CUPY[-1]).CupyOps(0, 5 << 20)
+    ops.__enter__()
+    assert [call.args[0] for call in pool.malloc.call_args_list] == [5 << 20, 8]
+    pool.malloc.side_effect = PoolIsFull()
+    with pytest.raises(DeviceOutOfMemory, match=r"5242880 bytes of device memory.*4096 are free"):
+        ops.__enter__()
 
 
 def test_mistakes_in_the_program_are_not_taken_for_the_drivers(cupy: MagicMock, ops: Any) -> None:

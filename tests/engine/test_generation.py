@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -148,10 +149,18 @@ def test_logits_of_a_prompt_in_one_batch_are_not_copied(model: Model, monkeypatc
     assert len(made) == 3
 
 
-@pytest.mark.parametrize("name", model_files.PARTS_TO_DAMAGE)
-def test_damaged_weights_are_told_with_their_file(name: str, tmp_path: Path) -> None:
-    path = model_files.write_damaged(tmp_path / "damaged.gguf", name)
-    with open_model(path) as damaged, pytest.raises(LogitsNotFinite, match=r"damaged\.gguf: after 2 tokens .*checksum"):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("part_name", model_files.DAMAGED_PARTS)
+def test_damaged_weights_are_told_with_their_file(part_name: str, value: float, tmp_path: Path) -> None:
+    path = model_files.write_damaged(tmp_path / "damaged.gguf", part_name, value)
+    with open_model(path) as damaged, pytest.raises(LogitsNotFinite) as refusal:
+        list(damaged.generate([1, 2], 4))
+    assert re.search(r"after 2 tokens .*damaged\.gguf: .*checksums", refusal.value.__notes__[0])
+
+
+def test_damaged_weights_are_told_where_activations_are_rounded_to_q8_0(tmp_path: Path) -> None:
+    path = model_files.write_damaged(tmp_path / "damaged.gguf", "up", np.nan, model_files.TINY_Q8_0)
+    with open_model(path) as damaged, pytest.raises(LogitsNotFinite):
         list(damaged.generate([1, 2], 4))
 
 
@@ -227,6 +236,6 @@ def test_hits_are_a_devices_where_one_computes_also_in_memory_that_is_the_hosts(
     assert told["device_bytes"] == 0
     pinned_bytes = len(planned.plan.classes) * (3 << 20)
     assert told["pinned_bytes"] == pinned_bytes
-    print_report(report, sampled=False)
+    print_report(report)
     pinned = f"reads slots in {size_text(pinned_bytes)} of pinned host memory"
     assert (pinned in capsys.readouterr().err) == on_device

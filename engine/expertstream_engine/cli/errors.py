@@ -73,6 +73,12 @@ def _explained(error: Exception) -> tuple[str | None, int]:
     if errors is None or not isinstance(error, errors.ExpertstreamError):
         if ended() is not None:
             return None, FAILED
+        if isinstance(error, MemoryError):
+            return (
+                f"memory cannot be had: {error}; ask for less expert memory or a shorter context, or raise the limit on"
+                " address space (ulimit -v) where there is one",
+                CANNOT_BE,
+            )
         return f"unexpected {type(error).__name__}: {error}: run again with --debug for the traceback", FAILED
     message = "\n".join([str(error), *getattr(error, "__notes__", ())])
     broken = errors.ReadFailed, errors.BackendContractError, errors.UsageError

@@ -201,13 +201,15 @@ def run(
     for note in planned.plan.notes:
         say(f"note: {note}")
     if not temperature and (unused := sampling.draw_options()):
-        say(f"note: {' and '.join(unused)} change nothing at temperature 0, which takes the most likely token")
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in unused)
+        changes = "changes" if len(unused) == 1 else "change"
+        say(f"note: {names} {changes} nothing at temperature 0, which takes the most likely token")
 
     def report(generation: Generation) -> None:
         if as_json:
             print_json(generation.report.to_json())
         else:
-            print_report(generation.report, sampled=temperature > 0)
+            print_report(generation.report)
 
     def save() -> None:
         if save_hotlist is not None and generation is not None and generation.tokens:

@@ -36,12 +36,9 @@ def status_line(report: GenerationReport, max_tokens: int) -> str:
     return ", ".join(parts)
 
 
-def print_report(report: GenerationReport, *, sampled: bool) -> None:
-    """Print the figures on stderr, prefill and decode apart, and whether streaming was really on.
-
-    With `sampled` it tells the seed that repeats the run.
-    """
-    was_read = bool(report.tokens)  # else it was interrupted in the middle of the prompt
+def print_report(report: GenerationReport) -> None:
+    """Print the figures on stderr, prefill and decode apart, and whether streaming was really on."""
+    was_read = bool(report.tokens)  # else it ended before the first choice, however much of the prompt was read
     rows = [("", "tokens", "seconds", "tokens/s", "hit rate", "experts read per token")]
     for phase, counters, tokens, seconds in (
         ("prefill", report.prefill, len(report.prompt_tokens) if was_read else 0, report.prefill_seconds),
@@ -50,7 +47,7 @@ def print_report(report: GenerationReport, *, sampled: bool) -> None:
         rows.append(
             (
                 phase,
-                str(tokens),
+                str(tokens) if was_read else "-",
                 f"{seconds:.2f}",
                 f"{tokens / seconds:.1f}" if tokens and seconds else "-",
                 _percent(counters.hit_rate),
@@ -61,8 +58,8 @@ def print_report(report: GenerationReport, *, sampled: bool) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *cells in rows:
         say("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]))
-    seed = f", seed {report.seed}" if sampled else ""
-    where = "" if was_read else ", in the middle of the prompt"
+    seed = "" if report.seed is None else f", seed {report.seed}"
+    where = "" if was_read else ", before the first token"
     say(f"{counted(len(report.tokens), 'token')} generated, ended by {_ENDS[report.finish]}{where}{seed}")
     say(
         f"peak memory {size_text(report.peak_rss_bytes)}: {size_text(report.planned_bytes)} were planned, and Python"

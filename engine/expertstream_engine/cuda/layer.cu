@@ -58,7 +58,7 @@ extern "C" __global__ void round_q8_0(const float *x, i64 columns, u8 *records, 
     const float value = x[blockIdx.y * columns + 32 * block + lane];
     const float scale = __fdiv_rn(warp_max_magnitude(fabsf(value)), 127.0f);
     const float inverse = scale == 0 ? 0 : limit_to_finite(__fdiv_rn(1.0f, scale));
-    ((signed char *)record)[32 * block + lane] = (signed char)(int)roundf(__fmul_rn(value, inverse));
+    ((signed char *)record)[32 * block + lane] = (signed char)__float2int_rz(roundf(__fmul_rn(value, inverse)));
     if (lane == 0) ((float *)(record + columns))[block] = through_half(scale);
 }
 
@@ -76,8 +76,8 @@ extern "C" __global__ void round_q8_k(const float *x, i64 columns, u8 *records, 
         values[k] = place[k];
         if (is_larger(fabsf(values[k]), fabsf(extreme))) extreme = values[k];
     }
-    const float largest = warp_max_magnitude(fabsf(extreme));
-    const unsigned holders = __ballot_sync(~0u, !is_larger(largest, fabsf(extreme)));
+    const float magnitude = fabsf(extreme), largest = warp_max_magnitude(magnitude);
+    const unsigned holders = __ballot_sync(~0u, __float_as_uint(magnitude) == __float_as_uint(largest));
     extreme = __shfl_sync(~0u, extreme, __ffs(holders) - 1);
     const float inverse = extreme == 0 ? 0 : limit_to_finite(__fdiv_rn(-127.0f, extreme));
     int sum = 0;
@@ -91,7 +91,7 @@ extern "C" __global__ void round_q8_k(const float *x, i64 columns, u8 *records, 
     for (int k = 0; k < 8; ++k) record[256 * block + 8 * lane + k] = quants[k];
     sum += __shfl_xor_sync(~0u, sum, 1);
     if ((lane & 1) == 0) ((short *)(record + columns))[16 * block + (lane >> 1)] = (short)sum;
-    if (lane == 0) ((float *)(record + columns + columns / 8))[block] = inverse == 0 ? 0 : __fdiv_rn(1.0f, inverse);
+    if (lane == 0) ((float *)(record + columns + columns / 8))[block] = extreme == 0 ? 0 : __fdiv_rn(1.0f, inverse);
 }
 
 extern "C" __global__ void round_f16(const float *x, i64 count, float *out) {
@@ -226,8 +226,8 @@ template <int HEAD> __global__ void __launch_bounds__(TILE) attention(
     }
 }
 
-// One warp a token. The next best is the largest after the last one, in the order (logit down, id up). Where a logit is no
-// number, nor are the shares.
+// One warp a token. The next best is the largest after the last one, in the order (logit down, id up). A NaN among the
+// logits makes all shares NaN.
 extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 normalize, i64 *ids, float *shares) {
     in_turn();
     logits += blockIdx.x * experts;
@@ -236,13 +236,13 @@ extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 no
     const int lane = threadIdx.x;
     float last = ENDLESS, highest = 0, chosen_sum = 0;
     i64 last_id = -1;
-    bool is_number = true;
+    bool has_nan = false;
+    for (i64 expert = lane; expert < experts; expert += 32) has_nan |= logits[expert] != logits[expert];
     for (i64 place = 0; place < k; ++place) {
         float best = -ENDLESS;
         i64 best_id = experts;
         for (i64 expert = lane; expert < experts; expert += 32) {
-            const float logit = fmaxf(logits[expert], -ENDLESS);  // and no NaN
-            is_number &= logits[expert] == logits[expert];
+            const float logit = fmaxf(logits[expert], -ENDLESS);  // of a NaN and a number, that is the number
             const bool is_left = logit < last || (logit == last && expert > last_id);
             if (is_left && (logit > best || best_id == experts)) best = logit, best_id = expert;
         }
@@ -258,7 +258,7 @@ extern "C" __global__ void top_k(const float *logits, i64 experts, i64 k, i64 no
         if (lane == 0) ids[place] = best_id, shares[place] = share;
         last = best, last_id = best_id;
     }
-    float sum = __all_sync(~0u, is_number) ? chosen_sum : __int_as_float(0x7FC00000);
+    float sum = __any_sync(~0u, has_nan) ? __int_as_float(0x7FC00000) : chosen_sum;
     if (!normalize) {
         sum = 0;
         for (i64 expert = lane; expert < experts; expert += 32) sum += expf(logits[expert] - highest);

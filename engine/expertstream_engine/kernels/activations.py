@@ -3,7 +3,7 @@
 A record is structure of arrays: quants first, then sums, then scales, each as long as the columns say. Rounding follows
 the reference of ggml (`quantize_row_q8_0_ref`, `quantize_row_q8_K_ref` in ggml-quants.c, MIT), which llama.cpp applies.
 Like there, an infinity makes its results NaN. So does a NaN, which is lost there in Q8_0 and Q8_K: damaged weights are
-to be noticed.
+to be noticed. What their quants are then is undefined and means nothing, because the scale is NaN.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _emit_q8_0(code: VectorBuilder, x: Value, columns: Value, record: Value) -> 
     builder, block, one = code.builder, vector(F32, 32), vector(F32, 1)
     with code.loop(builder.lshr(columns, ir.Constant(I64, 5))) as i:
         values = code.load(x, block, code.times(i, 4 * 32))
-        scale = builder.fdiv(code.largest_lane(code.magnitude(values)), ir.Constant(F32, 127.0))
+        scale = builder.fdiv(code.largest_magnitude(code.magnitude(values)), ir.Constant(F32, 127.0))
         is_zero = builder.fcmp_ordered("==", scale, ir.Constant(F32, 0.0))
         inverse = code.limit_to_finite(builder.fdiv(ir.Constant(F32, 1.0), scale))
         inverse = builder.select(is_zero, ir.Constant(F32, 0.0), inverse)
@@ -111,8 +111,8 @@ def _first_extreme(code: VectorBuilder, block: Value) -> Value:
     largest = code.variable(code.constant(part, 0.0))
     with code.loop(16) as i:
         magnitudes = code.magnitude(code.load(block, part, code.times(i, 4 * 16)))
-        builder.store(code.larger(builder.load(largest), magnitudes), largest)
-    highest = code.largest_lane(builder.load(largest))
+        builder.store(code.larger_magnitude(builder.load(largest), magnitudes), largest)
+    highest = code.largest_magnitude(builder.load(largest))
     magnitude = code.splat(highest, 16)
     extreme = code.variable(highest)
     # From the end to the beginning, so that the first one is what stays.

@@ -684,7 +684,7 @@ def _choose(logits: int, experts: int, k: int, normalize: int, ids: int, weights
     for expert in range(experts):
         value = values[expert]
         if value != value:
-            total = np.nan  # the shares of all
+            total = np.nan  # makes every share NaN
         if found == k and not value > values[best[k - 1]]:  # so a NaN never displaces, and equals keep the lower id
             continue
         place = min(found, k - 1)

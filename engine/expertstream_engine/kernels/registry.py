@@ -88,7 +88,8 @@ def check_columns(type_name: str, columns: int) -> None:
 
 def compile_kernel(kind: str, name: str, flavour: str) -> Any:
     """A numba cfunc of `kind` "rows" or "round_rows", whose dot products take a given flavour; for tests."""
-    # The cache tells functions apart by file, name, closure and CPU.
+    # The cache tells functions apart by file, name, closure and CPU. The name gives each its own index, because
+    # processes that fill one index at once may swap its entries.
     kernel = f"{kind} {name} {flavour}"
     function, signature = (_rows(kernel), _ROWS) if kind == "rows" else (_round_rows(kernel), _ROUND_ROWS)
     function.__qualname__ = function.__name__ = f"{kind}_{name}_{flavour}"

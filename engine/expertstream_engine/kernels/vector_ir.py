@@ -170,19 +170,20 @@ class VectorBuilder:
             lanes = self.builder.fadd(low, self.shuffle(lanes, range(count, 2 * count)))
         return self.pick(lanes)
 
-    def largest_lane(self, lanes: Value) -> Value:
+    def largest_magnitude(self, lanes: Value) -> Value:
         """The largest lane of magnitudes, a scalar; a NaN counts as larger than any number."""
         count = lanes.type.count
         while count > 1:
             count //= 2
-            lanes = self.larger(self.shuffle(lanes, range(count)), self.shuffle(lanes, range(count, 2 * count)))
+            lanes = self.larger_magnitude(
+                self.shuffle(lanes, range(count)), self.shuffle(lanes, range(count, 2 * count))
+            )
         return self.pick(lanes)
 
-    def larger(self, left: Value, right: Value) -> Value:
+    def larger_magnitude(self, left: Value, right: Value) -> Value:
         """The larger lanes of two vectors of magnitudes; a NaN counts as larger than any number."""
-        words = vector(I32, left.type.count)  # floats without a sign have the order of their bits
-        as_words = self.builder.bitcast(left, words), self.builder.bitcast(right, words)
-        return self.builder.select(self.builder.icmp_signed(">", as_words[1], as_words[0]), right, left)
+        b, words = self.builder, vector(I32, left.type.count)  # floats without a sign have the order of their bits
+        return b.select(b.icmp_signed(">", b.bitcast(right, words), b.bitcast(left, words)), right, left)
 
     def magnitude(self, lanes: Value) -> Value:
         """The lanes without their signs."""

@@ -40,16 +40,17 @@ def check_view(backend: Backend, dlpack_type: int, slot: int, view: Any) -> None
         )
 
 
-def ops_for(view: Any, threads: int | None) -> Ops:
+def ops_for(view: Any, threads: int | None, reserved_bytes: int = 0) -> Ops:
     """The Ops whose kernels read memory like `view`, a backend's view of a slot that `check_view` has passed.
 
-    `threads` are for those that compute on the CPU, None for one a core that this process may use.
+    `threads` are for those that compute on the CPU, None for one a core that this process may use. `reserved_bytes` are
+    for a device with memory of its own: what the arrays to come take of it, had at enter.
     """
     # An array library is imported when it is needed, and not where a run does without it.
     if _is_on_device(view):
         from expertstream_engine.ops.cupy_ops import CupyOps, array_of
 
-        return CupyOps(int(array_of(view).device.id))
+        return CupyOps(int(array_of(view).device.id), reserved_bytes)
     from expertstream_engine.ops.numba_ops import NumbaOps
 
     return NumbaOps(threads or usable_cores())

@@ -7,7 +7,6 @@ device memory; what a kernel does is in the .cu files.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -40,11 +39,12 @@ class CupyOps:
     """An Ops on device number `device`, between enter and exit; its arrays are CuPy's.
 
     A call returns when its work is launched; `top_k` and `to_host` wait for their results. Matrices that it was given
-    stay referenced until exit.
+    stay referenced until exit. `reserved_bytes` of device memory are taken at enter, for arrays to be cut from.
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, reserved_bytes: int = 0) -> None:
         self._device = device
+        self._reserved_bytes = reserved_bytes
         self._kernels = Kernels(_DRIVER_CALLS)
         self._open: _Open | None = None
         self._kept: list[Any] | None = None  # while recording: what a replay reads and writes
@@ -83,6 +83,9 @@ class CupyOps:
         with _DRIVER_CALLS:
             runtime.setDevice(self._device)
             self._open = _Open(cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool())
+        # Given back at once, and kept by the pool. The driver gives whole pages of 2 MiB to each allocation of more
+        # than one, so that weights on their own would take up to twice their bytes.
+        self._allocate(self._reserved_bytes)
         self._open.position = self._new((1,), np.int64)
         return self
 
@@ -107,9 +110,6 @@ class CupyOps:
     def held_bytes(self) -> int:
         """Bytes of device memory that its pool holds: placed weights, arrays in use, and freed ones kept for reuse."""
         return int(self._opened.pool.total_bytes())
-
-    def reserve(self, nbytes: int) -> None:
-        self._opened.reserved_bytes = nbytes
 
     def place(self, data: U8) -> U8:
         placed = self._new(data.shape, np.uint8)
@@ -347,31 +347,21 @@ class CupyOps:
         nbytes = np.dtype(kind).itemsize
         for length in shape:
             nbytes *= length
-        pool = self._opened.pool
+        array: NDArray[Any] = cupy.ndarray(shape, kind, self._allocate(nbytes))
+        if self._kept is not None:
+            self._kept.append(array)
+        return array
+
+    def _allocate(self, nbytes: int) -> Any:
+        """Memory of the pool, which goes back to it with the last reference."""
         with _DRIVER_CALLS:
-            if nbytes > pool.free_bytes():
-                self._take_piece(nbytes)
             try:
-                array: NDArray[Any] = cupy.ndarray(shape, kind, pool.malloc(nbytes))
+                return self._opened.pool.malloc(nbytes)
             except cupy.cuda.memory.OutOfMemoryError as error:
                 free_bytes, _ = runtime.memGetInfo()
                 raise DeviceOutOfMemory(
                     f"{nbytes} bytes of device memory were asked for beside the slots; {free_bytes} are free"
                 ) from error
-        if self._kept is not None:
-            self._kept.append(array)
-        return array
-
-    def _take_piece(self, nbytes: int) -> None:
-        """Have the pool hold a piece of what is reserved, if that is more than these bytes, to cut arrays from.
-
-        Each allocation of more than a MiB takes whole pages of 2 MiB, which would leave a third of some weights unused.
-        """
-        opened = self._opened
-        piece_bytes = min(_PIECE_BYTES, opened.reserved_bytes - opened.pool.total_bytes())
-        if piece_bytes > nbytes:
-            with suppress(cupy.cuda.memory.OutOfMemoryError):  # fewer bytes may still be had
-                opened.pool.malloc(piece_bytes)  # given back at once, and kept by the pool
 
     def _recorded(self, work: Callable[[], Any]) -> _Recording:
         """Launches nothing. Whatever memory it takes is kept, because every replay uses it."""
@@ -498,7 +488,6 @@ class CupyOps:
 _LAYER_KERNELS = "rms_norm", "rope", "rows", "append", "top_k", "add", "add_routed", "add_weighted"
 """Those of layer.cu that every model launches, whatever its types; beside them, activations are rounded."""
 
-_PIECE_BYTES = 16 << 20  # some times the size of a usual weight, and no more than may be in memory twice on one pool
 _THREADS = 256  # of a block that is not made of warps; attention's kernel says the same
 _ROUNDING_WARPS = 4
 _FLOAT_ROUNDINGS = {"F16": "round_f16", "BF16": "round_bf16"}
@@ -513,7 +502,6 @@ class _Open:
     def __init__(self, stream: Any, pool: Any) -> None:
         self.stream = stream
         self.pool = pool
-        self.reserved_bytes = 0
         self.position: Any = None  # of a pass's first token, on the device
         self.matmuls: dict[tuple[QuantMatrix, ...], _MatmulPlan] = {}
         self.recordings: dict[Hashable, _Recording] = {}

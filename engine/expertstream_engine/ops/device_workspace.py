@@ -14,9 +14,6 @@ from expertstream_engine.ops.protocol import ExpertFfn
 _RECORD_BYTES = {"F32": (1, 0), "F16": (1, 4), "BF16": (1, 4), "Q8_0": (32, 36), "Q8_K": (256, 292)}
 """Columns of a block of rounded activations, and its bytes on a device; what is not rounded is not copied either."""
 
-_CODE_BYTES, _GRAPH_BYTES = 4 << 20, 96 << 10
-"""Of all kernels' code, and of the graph of one block's launches, as a driver's count of free memory shows them."""
-
 
 def device_workspace_bytes(
     shape: ModelShape,
@@ -28,8 +25,7 @@ def device_workspace_bytes(
 ) -> int:
     """Bytes for passes over up to `batch` tokens in a context of `context`, with weights of these types.
 
-    A prefill's arrays, and those that decode keeps for each block, because its launches are recorded with them: in two
-    graphs, around the choice of experts.
+    A prefill's arrays and those that decode keeps for each block, because its launches are recorded with them.
     """
     forms = {ROW_DOTS[type_name].activation for type_name in type_names}
 
@@ -47,5 +43,4 @@ def device_workspace_bytes(
     of_prefill = batch * (4 * floats + records + choices)
     of_a_block = 4 * floats + records + top_k * (4 * (width + hidden) + rounded(width)) + choices
     rope_tables = 4 * context * shape.rope_size
-    graphs = (2 * shape.block_count + 2) * _GRAPH_BYTES
-    return of_prefill + shape.block_count * of_a_block + rope_tables + 4 * vocabulary + graphs + _CODE_BYTES
+    return of_prefill + shape.block_count * of_a_block + rope_tables + 4 * vocabulary

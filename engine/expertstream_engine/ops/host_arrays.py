@@ -16,9 +16,6 @@ class HostArrays(ABC):
     stream: int | None = None
     held_bytes = 0
 
-    def reserve(self, nbytes: int) -> None:
-        return None  # host memory gives its pages as they are written
-
     def place(self, data: U8) -> U8:
         return data
 

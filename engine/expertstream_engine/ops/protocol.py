@@ -101,13 +101,6 @@ class Ops(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def reserve(self, nbytes: int) -> None:
-        """Say how much the arrays to come take of a device's own memory, which may then be taken in large pieces.
-
-        Not all at once: where the host has the same memory, weights are still there while others are placed.
-        """
-        ...
-
     def place(self, data: U8) -> U8:
         """Resident weights, given in host memory, where kernels read them; the same array where that is the same."""
         ...
