@@ -32,6 +32,7 @@ from expertstream.errors import (
 from expertstream.hookspecs import hookimpl
 from expertstream.host_tier import TierState
 from expertstream.hotlist import (
+    NO_HOTLIST,
     Hotlist,
     choose_hotlist,
     hotlist_beside,
@@ -66,6 +67,7 @@ from expertstream.units import MemoryRequest, format_bytes
 
 __all__ = [
     "IO_ALIGNMENT_BYTES",
+    "NO_HOTLIST",
     "READY",
     "AvailableMemory",
     "Backend",

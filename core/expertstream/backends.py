@@ -285,6 +285,8 @@ def open_backend(
             get_log().warning("backend_refused", backend=name, reason=str(refusal))
             refusals.append(refusal)
         else:
+            if unused := [str(option.source) for option in options if not option.is_for(name)]:
+                get_log().info("backend_options_not_used", backend=name, options=unused)
             return backend
     kind = BackendNotFound if all(isinstance(refusal, BackendNotFound) for refusal in refusals) else BackendUnavailable
     reasons = (f"  {name}: {refusal}" for name, refusal in zip(wanted, refusals, strict=True))

@@ -300,7 +300,7 @@ def _unknown(name: str, fields: Mapping[str, object], options_only: Collection[s
     return (
         f"is not known; did you mean {spelled[close[0]]}?"
         if close
-        else f"is not known; known are {', '.join(sorted(spelled.values()))}"
+        else f"is not known; known are {', '.join(sorted(spelled.values() if is_variable else fields))}"
     )
 
 

@@ -23,6 +23,9 @@ from expertstream.log import get_log
 from expertstream.slots import ExpertKey
 from expertstream.small_files import kind_of, read_small_file
 
+NO_HOTLIST = Path("none")
+"""What is named to have none, also where one lies beside the model; a file of that name needs its folder's."""
+
 _FORMAT = "expertstream-hotlist"
 _VERSION = 1
 _SUFFIX = ".hotlist.json"
@@ -64,11 +67,13 @@ def hotlist_beside(checkpoint: Checkpoint) -> Path:
 
 
 def choose_hotlist(checkpoint: Checkpoint, named: Path | None) -> Hotlist | None:
-    """The list that the user named, else the one beside the model, None if there is none.
+    """The list that the user named, else the one beside the model, None if there is none or NO_HOTLIST was named.
 
     A list of another model is refused, unless the user named it and every expert of it exists here: then a warning is
     logged. Raises ConfigError for that, and for a file that cannot be read or is no hotlist.
     """
+    if named == NO_HOTLIST:
+        return None
     path = named if named is not None else hotlist_beside(checkpoint)
     if named is None and _is_nothing(path):
         return None
@@ -79,7 +84,10 @@ def choose_hotlist(checkpoint: Checkpoint, named: Path | None) -> Hotlist | None
     )
     is_of_another = hotlist.identity != checkpoint.identity
     if is_of_another and named is None:
-        raise ConfigError(f"{of_another}; remove it, or use it nevertheless by naming it: --hotlist {path}")
+        raise ConfigError(
+            f"{of_another}; remove it, leave it out (--hotlist {NO_HOTLIST}), or use it nevertheless by naming it:"
+            f" --hotlist {path}"
+        )
     expert_counts = {layer.layer: layer.expert_count for layer in checkpoint.layers}
     if lacking := [key for key in hotlist.scores if key.expert >= expert_counts.get(key.layer, 0)]:
         raise ConfigError(

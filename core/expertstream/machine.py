@@ -1,7 +1,8 @@
 """How much of the machine this process may take: memory, with the number that says so, and cores.
 
-Two kinds of numbers bound it: what the host has, and the limits of the control groups that the process is in, each
-group on the path to the root. Files that cannot be read are reported, never fatal.
+Three kinds of numbers bound it: what the host has, the limits of the control groups that the process is in, each group
+on the path to the root, and the process's own limit on address space. Files that cannot be read are reported, never
+fatal.
 Sources: proc(5), the kernel's admin-guide/cgroup-v2, admin-guide/cgroup-v1/memory and scheduler/sched-bwc.
 """
 
@@ -22,7 +23,8 @@ from expertstream.errors import MachineError
 class AvailableMemory:
     """`bytes` may be taken now, without swapping; `reason` is the sentence that says which file decided.
 
-    `limit_bytes` and `limit_path` are of the control group with the least room, None where no group has a limit.
+    `limit_bytes` and `limit_path` are of the limit with the least room, a control group's or the process's, None where
+    there is none.
     `unread` says what could not be looked at.
     """
 
@@ -35,7 +37,7 @@ class AvailableMemory:
 
 
 def available_memory(root: Path = Path("/")) -> AvailableMemory:
-    """What this process may still take: the least of what the host has available and what each group's limits leave.
+    """What this process may still take: the least of what the host has available and what each limit leaves.
 
     `root` is where /proc and /sys are looked for. Raises MachineError where nothing tells how much memory there is.
     """
@@ -46,6 +48,7 @@ def available_memory(root: Path = Path("/")) -> AvailableMemory:
         for directory, version in _group_directories(root, "memory", unread)
         for room in _rooms(_MEMORY_FILES[version](directory), unread)
     ]
+    rooms.extend(_address_space(root, unread))
     tightest = min(rooms, key=lambda room: room.bytes, default=None)
     if tightest is None:
         return AvailableMemory(host_bytes, host_reason, host_bytes, unread=tuple(unread))
@@ -84,12 +87,12 @@ class _Group:
 
 @frozen
 class _Room:
-    """What one limit of one group leaves."""
+    """What one limit leaves."""
 
     limit_path: Path
     limit_bytes: int
     usage_bytes: int
-    reclaimable_bytes: int
+    reclaimable_bytes: int = 0
 
     @property
     def bytes(self) -> int:
@@ -99,6 +102,17 @@ class _Room:
         return (
             f"{self.limit_path} allows {self.limit_bytes} bytes, and {self.usage_bytes} are in use, of which "
             f"{self.reclaimable_bytes} are file cache that can be reclaimed: {self.bytes} left"
+        )
+
+
+@frozen
+class _AddressSpace(_Room):
+    """What the limit on address space leaves, at most: a process takes more of that than of memory."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.limit_path} allows {self.limit_bytes} bytes of address space (ulimit -v), and"
+            f" {self.usage_bytes} are taken: {self.bytes} left"
         )
 
 
@@ -206,6 +220,14 @@ def _rooms(group: _Group, unread: list[str]) -> Iterator[_Room]:
     reclaimable_bytes = min(usage_bytes, _reclaimable_bytes(group, unread))
     for path, limit_bytes in finite.items():
         yield _Room(path, limit_bytes, usage_bytes, reclaimable_bytes)
+
+
+def _address_space(root: Path, unread: list[str]) -> Iterator[_AddressSpace]:
+    limits = root / "proc/self/limits"
+    limit = re.search(r"^Max address space +(\d+) ", _text_of(limits, unread) or "", re.MULTILINE)
+    taken = re.search(r"^VmSize:\s+(\d+) kB$", _text_of(root / "proc/self/status", unread) or "", re.MULTILINE)
+    if limit:
+        yield _AddressSpace(limits, int(limit[1]), int(taken[1]) * 1024 if taken else 0)
 
 
 def _reclaimable_bytes(group: _Group, unread: list[str]) -> int:

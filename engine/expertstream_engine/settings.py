@@ -26,7 +26,7 @@ class RunSettings(StreamSettings):
 
     `context` is in tokens; None takes the smaller of what the model was trained for and 4096. `threads` compute,
     None for one a core that this process may use; `filler_threads` read.
-    `hotlist` seeds the slots; None takes the one beside the model, if there is one.
+    `hotlist` seeds the slots; None takes the one beside the model, if there is one, and NO_HOTLIST none.
     """
 
     backend: BackendNames = "cpu"

@@ -221,8 +221,8 @@ def test_the_name_of_a_backend_may_hold_dots(tmp_path: Path) -> None:
         ),
         (
             ("", {}, ["dev.zzz=maybe"]),
-            "option --backend-option dev.zzz is not known; known are headroom, copies, pinned, mode, folder, devices,"
-            " spare",
+            "option --backend-option dev.zzz is not known; known are copies, devices, folder, headroom, mode,"
+            " pinned, spare",
         ),
         (
             ("[backends.dav]\nx = 3",),

@@ -1,6 +1,7 @@
 """The memory and cores this process may take are bounded by the host and by every control group above it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -391,3 +392,28 @@ class TestUsableCores:
         tree.write("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", f"{quota_us}\n")
         tree.write("sys/fs/cgroup/cpu/box/cpu.cfs_period_us", "100000\n")
         assert usable_cores(tree.root) == cores
+
+
+def test_a_limit_on_address_space_bounds_what_may_be_taken(tree: Tree) -> None:
+    limit = "Max address space         {:<20} {:<20} bytes     \n".format
+    tree.write("proc/self/status", "Name:\tpython\nVmPeak:\t  900 kB\nVmSize:\t 1048576 kB\nVmRSS:\t   10 kB\n")
+    tree.write("proc/self/limits", "Limit  Soft Limit  Hard Limit  Units\n" + limit("unlimited", "unlimited"))
+    assert (tree.available().bytes, tree.available().limit_bytes) == (16 * GIB, None)
+    tree.write("proc/self/limits", "Limit  Soft Limit  Hard Limit  Units\n" + limit(3 * GIB, 99 * GIB))
+    available = tree.available()
+    assert (available.bytes, available.limit_bytes) == (2 * GIB, 3 * GIB)
+    assert re.search(
+        r"limits allows 3221225472 bytes of address space \(ulimit -v\), and 1073741824 ", available.reason
+    )
+    tree.write("proc/self/limits", limit(GIB // 2, GIB))
+    assert tree.available().bytes == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="this system does not tell its limits there")
+def test_the_limit_of_this_process_is_found() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 40, resource.RLIM_INFINITY));"
+        "from expertstream import available_memory; print(available_memory().limit_bytes)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) <= 1 << 40

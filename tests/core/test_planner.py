@@ -633,6 +633,15 @@ def test_a_budget_below_one_tokens_experts_is_noted_and_not_refused() -> None:
     assert plan_for(checkpoint_of([(4096, 4096, 2)] * 3), "all").notes == ()
 
 
+def test_what_the_backend_cuts_is_not_said_to_be_everything_nor_to_be_asked_for_more() -> None:
+    cut = Backend(grant=lambda slot, resident, asked: min(asked, 3))
+    notes = plan_for(MIXED, None, backend=cut, available_bytes=GIB).notes
+    assert any("backend 'test' grants" in note for note in notes)
+    assert not any("by default" in note for note in notes)
+    assert any("loads most or all of them again" in note for note in notes)
+    assert not any("would hold what one token uses" in note for note in notes)
+
+
 def test_layers_are_named_in_runs() -> None:
     small, large = (4096, 4096, 4), (8192, 4096, 4)
     table = plan_for(checkpoint_of([small, small, large, small, large, small, small]), "all").as_table()

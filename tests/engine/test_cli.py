@@ -300,6 +300,18 @@ class TestRefusals:
         assert result.exit_code == 2
         assert result.stderr.count("Cannot allocate memory") == 1
 
+    def test_memory_that_cannot_be_had_is_no_defect_of_this_program(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from expertstream_engine.model import MoeModel
+
+        def refusing(*_: object, **__: object) -> None:
+            raise MemoryError("Unable to allocate 1.00 MiB for an array")
+
+        monkeypatch.setattr(MoeModel, "__init__", refusing)
+        result = call("run", *PROMPT, "-n", "1")
+        assert result.exit_code == 2
+        assert "error: memory cannot be had: Unable to allocate 1.00 MiB" in result.stderr
+        assert "ulimit -v" in result.stderr
+
     def test_a_plan_that_does_not_fit_shows_the_sum(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from expertstream import AvailableMemory
         from expertstream_engine import demand

@@ -108,7 +108,16 @@ def test_a_list_suits_every_policy_and_backend(model: Path, saved: Path, policy:
 def test_a_list_beside_the_model_is_found_and_the_report_says_so(model: Path, beside: Path) -> None:
     result = run(model)
     assert "14 experts of the hotlist were read before the prompt" in result.stderr
-    assert run(model, "--hotlist", beside).exit_code == 0
+    assert f"note: begins with the experts of {beside}; --hotlist none leaves them out" in result.stderr
+    named = run(model, "--hotlist", beside)
+    assert named.exit_code == 0
+    assert "begins with" not in named.stderr
+
+
+def test_a_list_beside_the_model_can_be_left_out(model: Path, beside: Path) -> None:
+    assert report(model)["seeded_experts"] == 14
+    of_another_model(beside)
+    assert report(model, "--hotlist", "none")["seeded_experts"] == 0
 
 
 def test_a_list_of_another_model_found_by_itself_is_refused(model: Path, beside: Path) -> None:

@@ -145,7 +145,8 @@ def run(
             parser=path,
             rich_help_panel=_STREAMING,
             help="Begin with the experts that an earlier run saved as hot. [dim]By default those of the model's name"
-            " with .hotlist.json after it (model.gguf.hotlist.json), if that lies beside the model.[/]",
+            " with .hotlist.json after it (model.gguf.hotlist.json), if that lies beside the model; none leaves them"
+            " out.[/]",
         ),
     ] = None,
     save_hotlist: Annotated[
@@ -180,7 +181,7 @@ def run(
             half_life_tokens=half_life_tokens,
             hotlist=hotlist,
         )
-        from expertstream import ExpertstreamError, refuse_unwritable
+        from expertstream import ExpertstreamError, hotlist_beside, refuse_unwritable
         from expertstream_engine.cli.screen import Screen
         from expertstream_engine.cli.summary import print_report
         from expertstream_engine.demand import plan_run
@@ -200,6 +201,8 @@ def run(
         say(f"note: token ids are printed instead of text: {prompts.no_tokenizer_because}")
     for note in planned.plan.notes:
         say(f"note: {note}")
+    if planned.hotlist is not None and settings.hotlist is None:
+        say(f"note: begins with the experts of {hotlist_beside(planned.checkpoint)}; --hotlist none leaves them out")
     if not temperature and (unused := sampling.draw_options()):
         names = " and ".join(f"--{name.replace('_', '-')}" for name in unused)
         changes = "changes" if len(unused) == 1 else "change"
