@@ -341,6 +341,38 @@ def test_a_device_that_is_full_when_slots_are_allocated_ends_the_command_with_th
     assert "Traceback" not in done.stderr
 
 
+FAILING_DEVICE = """
+import cupy
+from expertstream_engine.cli import main
+from expertstream_engine.session import Model
+
+def failing_from_the_third_on(model, *arguments, **options):
+    passes.append(1)
+    if len(passes) == 3:
+        with cupy.cuda.ExternalStream(model._ops.stream):
+            cupy.RawKernel('extern "C" __global__ void fail() { asm("trap;"); }', "fail")((1,), (1,), ())
+    return forward(model, *arguments, **options)
+
+passes = []
+forward, Model._forward = Model._forward, failing_from_the_third_on
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "tier"),
+    [("discrete", ["--host-memory", "all"]), ("discrete", ["--host-memory", "0"]), ("mapped", [])],
+)
+def test_a_device_that_fails_on_the_way_ends_the_command_with_what_was_done(backend: str, tier: list[str]) -> None:
+    """By a kernel that stops, after which no call of this process on that device succeeds any more."""
+    arguments = ["run", "--token-ids", "1,2,3", "-n", "8", "--ignore-eos", "--expert-memory", "25%", *OPTIONS[backend]]
+    done = ran(*arguments, *tier, program=FAILING_DEVICE)
+    assert done.returncode == 2, done.stderr
+    assert "2 tokens generated, ended by failure" in done.stderr
+    assert "error: the CUDA device failed" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hidden_devices_end_the_command_with_the_reason_and_give_the_cpu_its_turn(backend: str) -> None:
     run = ["run", "--token-ids", "1,2,3", "-n", "2", "--ignore-eos", "--json"]
