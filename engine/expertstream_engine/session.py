@@ -235,7 +235,12 @@ class Model:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except ExpertstreamError as failure:
+            if error is None:
+                raise
+            get_log().warning("close_failed", error=str(failure))  # where a device has failed, closing it often does
 
     def _forward(self, ids: I64, *, all_logits: bool = False) -> F32:
         """A pass during which the memory that it reads stays."""

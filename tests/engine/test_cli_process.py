@@ -325,3 +325,27 @@ def test_help_waits_for_no_heavy_module() -> None:
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "--expert-memory" in run.stdout
+
+
+def test_what_a_failed_device_would_not_free_is_left_to_the_system() -> None:
+    """A destructor that fails says so on stderr, whoever calls it; a model has hundreds."""
+    program = """
+from expertstream import MachineError
+from expertstream_engine import session
+from expertstream_engine.cli import main
+
+class OnTheDevice:
+    def __del__(self):
+        raise RuntimeError("the device failed")
+
+def failing(*_, **__):
+    held = OnTheDevice()
+    raise MachineError("the device failed")
+
+session.load_resident = failing
+main()
+"""
+    run = [sys.executable, "-c", program, "run", "--token-ids", "1", "-n", "1"]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("error: the device failed\n")

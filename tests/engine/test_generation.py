@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 from attrs import evolve
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 
 import expertstream_cpu
 import model_files
 from expertstream import (
     ConfigError,
+    MachineError,
     MemoryRequest,
     SlotStore,
     StoreMemory,
@@ -162,6 +164,20 @@ def test_damaged_weights_are_told_where_activations_are_rounded_to_q8_0(tmp_path
     path = model_files.write_damaged(tmp_path / "damaged.gguf", "up", np.nan, model_files.TINY_Q8_0)
     with open_model(path) as damaged, pytest.raises(LogitsNotFinite):
         list(damaged.generate([1, 2], 4))
+
+
+def test_a_close_that_fails_hides_nothing_that_went_wrong_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(model: Model) -> None:
+        close(model)
+        raise MachineError("nor can it be closed")
+
+    close = Model.close
+    monkeypatch.setattr(Model, "close", failing)
+    with capture_logs() as events, pytest.raises(UsageError, match="the first"), open_model(BUNDLED_MODEL):
+        raise UsageError("the first")
+    assert {"event": "close_failed", "error": "nor can it be closed", "log_level": "warning"} in events
+    with pytest.raises(MachineError, match="nor can it"), open_model(BUNDLED_MODEL):
+        pass
 
 
 def test_an_empty_path_is_not_the_current_folder() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from io import TextIOWrapper
 
 from expertstream_engine.cli.signals import ended, raise_on_signals, rest
@@ -28,11 +29,21 @@ def main() -> None:
         if (by_signal := ended()) is not None:  # whatever came of it
             _say_last(str(by_signal))
             sys.exit(by_signal.exit_code)
-        from expertstream_engine.cli.errors import code_of_failed_output
+        from expertstream_engine.cli.errors import CANNOT_BE, code_of_failed_output
 
-        if (code := code_of_failed_output(error)) is None:
-            raise
-        sys.exit(code)
+        if (code := code_of_failed_output(error)) is not None:
+            sys.exit(code)
+        if isinstance(error, SystemExit) and error.code == CANNOT_BE:
+            _leave_at_once(CANNOT_BE)
+        raise
+
+
+def _leave_at_once(code: int) -> None:
+    """End without freeing what goes with the process: a device that has failed would refuse it, piece by piece."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # one that cannot be written to or is closed, which the code does not tell
+            stream.flush()
+    os._exit(code)
 
 
 def _say_last(message: str) -> None:
