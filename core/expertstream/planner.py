@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from itertools import groupby
 from math import lcm
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from expertstream.checkpoint.index import Checkpoint
 from expertstream.config import HostTiering
 from expertstream.errors import BackendContractError, BudgetTooSmall, ConfigError, DoesNotFit
 from expertstream.machine import AvailableMemory
-from expertstream.size_classes import SizeClass, size_classes
+from expertstream.size_classes import SizeClass, name_layers, size_classes
 from expertstream.slots import IO_ALIGNMENT_BYTES, SlotBudget
 from expertstream.units import MemoryRequest, format_bytes, round_down_bytes, round_up_bytes
 
@@ -378,12 +377,41 @@ def _with_host_tier(
             f"by default a host tier takes {DEFAULT_HOST_PERCENT} % of the {left_bytes} bytes that the host has left,"
             f" as far as there are experts for it: {tier_bytes} bytes"
         )
+    notes += _without_host_slots(tiered, every, budget_bytes - tier_bytes, left_bytes)
     if tiering == "inclusive" and tier_bytes <= sum(plan.total_bytes for plan in tiered):
         notes.append(
             f"an inclusive host tier of {tier_bytes} bytes keeps little that the slots do not have themselves; more"
             " host memory or the exclusive kind would keep more"
         )
     return tiered, None
+
+
+def _without_host_slots(
+    tiered: Sequence[ClassPlan], every: Sequence[int], spare_bytes: int, left_bytes: int
+) -> Iterator[str]:
+    """Why, for each class that gets no host slots while another does.
+
+    `spare_bytes` of the budget for host slots pay for none of them, and the host has `left_bytes` for all host slots.
+    """
+    for plan, most in zip(tiered, every, strict=True):
+        if plan.host_slot_count:
+            continue
+        where = _layers(plan.size_class)
+        if not most:
+            yield f"there are no host slots for {where}: every expert there has a slot of its own"
+            continue
+        # No other class gets a larger fraction of its experts before this one gets its first slot.
+        first = [
+            1 if other is plan else min(limit, other.size_class.expert_count // plan.size_class.expert_count)
+            for other, limit in zip(tiered, every, strict=True)
+        ]
+        enough_bytes = round_up_bytes(_slots_bytes([other.size_class for other in tiered], first))
+        enough = MemoryRequest(size_bytes=enough_bytes)
+        yield (
+            f"there are no host slots for {where}, so that what is missed there is always read from the file: one takes"
+            f" {plan.slot_bytes} bytes, and those of other layers leave {spare_bytes}"
+            + (f"; host memory of {enough} pays for one" if enough_bytes <= left_bytes else "")
+        )
 
 
 def _requested(
@@ -666,10 +694,4 @@ def _sum(addends: Sequence[tuple[str, int]]) -> str:
 
 
 def _layers(size_class: SizeClass) -> str:
-    """The layers of a class, runs of them joined: "layers 0-2, 5"."""
-    runs = [
-        [layer for _, layer in run]
-        for _, run in groupby(enumerate(size_class.layers), key=lambda numbered: numbered[1] - numbered[0])
-    ]
-    named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"layer{'s' if len(size_class.layers) > 1 else ''} {named}"
+    return name_layers(size_class.layers)

@@ -6,6 +6,9 @@ size class gets a store of its own, whose slots fit its experts exactly but for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import numpy as np
 from attrs import frozen
 
@@ -32,6 +35,16 @@ def size_classes(checkpoint: Checkpoint) -> tuple[SizeClass, ...]:
     for layer in checkpoint.layers:
         groups.setdefault(tuple((part.name, part.expert_bytes) for part in layer.parts), []).append(layer)
     return tuple(_size_class(group) for group in groups.values())
+
+
+def name_layers(layers: Sequence[int]) -> str:
+    """Layers in words, runs of ascending block numbers joined: "layers 0-2, 5"."""
+    runs = [
+        [layer for _, layer in run]
+        for _, run in groupby(enumerate(layers), key=lambda numbered: numbered[1] - numbered[0])
+    ]
+    named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"layer{'s' if len(layers) > 1 else ''} {named}"
 
 
 def part_shift(

@@ -552,6 +552,31 @@ def test_a_host_tier_that_the_backend_does_not_have_is_refused_by_name(backend: 
     assert plan_for(MIXED, "all", backend=backend, host="0").host_memory_bytes == 0
 
 
+def test_layers_that_get_no_host_slots_while_others_do_are_named_with_what_would_do() -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    plan_of = partial(plan_for, MIXED, str(SMALLEST), demand=TIERED, backend=backend)
+    plan = plan_of(host=str(2 * SMALL_SLOT + 1))
+    assert [planned.host_slot_count for planned in plan.classes] == [2, 0]
+    (note,) = [note for note in plan.notes if "no host slots" in note]
+    assert note.startswith(
+        "there are no host slots for layer 3, so that what is missed there is always read from the file: one takes"
+        f" {LARGE_SLOT} bytes, and those of other layers leave 1; host memory of "
+    )
+    (enough,) = re.findall(r"; host memory of (\S+) pays for one$", note)
+    sufficient = plan_of(host=enough)
+    assert all(planned.host_slot_count for planned in sufficient.classes)
+    assert not [note for note in sufficient.notes if "no host slots" in note]
+    cramped = plan_of(host=str(2 * SMALL_SLOT), available_bytes=DEMAND.resident_bytes + 2 * SMALL_SLOT)
+    assert any(note.endswith("those of other layers leave 0") for note in cramped.notes)  # the host has no more
+
+
+def test_layers_whose_experts_all_have_slots_are_named_where_others_get_host_slots() -> None:
+    backend = Backend(one_pool=False, has_host_tier=True)
+    plan = plan_for(MIXED, str(24 * SMALL_SLOT + 7 * LARGE_SLOT), demand=TIERED, backend=backend, host="all")
+    assert [planned.host_slot_count for planned in plan.classes] == [0, 8]
+    assert "there are no host slots for layers 0-2: every expert there has a slot of its own" in plan.notes
+
+
 def test_host_memory_of_less_than_a_slot_is_refused_with_the_bytes_of_one() -> None:
     backend = Backend(one_pool=False, has_host_tier=True)
     with pytest.raises(BudgetTooSmall, match=rf"host memory of 1KiB is 1024 bytes, and a host slot has {SMALL_SLOT}"):
