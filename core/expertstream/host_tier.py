@@ -23,13 +23,17 @@ from expertstream.backends import Backend
 from expertstream.errors import BackendContractError, DeviceOutOfMemory, MachineError
 from expertstream.log import get_log
 from expertstream.residency import Ranks
+from expertstream.size_classes import name_layers
 from expertstream.slots import HostSlots, SlotStore, Staging
 
 PIECE_BYTES = 256 << 20
 """What is allocated at once: pinning it takes a tenth of a second or so, in which a driver may answer nobody else."""
 
 FEWEST_SLOTS = 64
-"""An allocation that fails is halved and tried again down to this many slots, or to a piece where that has fewer."""
+"""An allocation that fails is halved and tried again down to this many slots.
+
+Where a piece has no more than these, slots are so large that each is worth an allocation: then it goes down to one.
+"""
 
 
 @frozen
@@ -207,8 +211,8 @@ class HostTier:
         began = time.monotonic()
         left = [planned.slot_count for planned in self._classes]
         sizes = [max(1, PIECE_BYTES // planned.store.layout.slot_bytes) for planned in self._classes]
-        fewest = [min(FEWEST_SLOTS, size) for size in sizes]
-        refusal: DeviceOutOfMemory | None = None
+        fewest = [FEWEST_SLOTS if size > FEWEST_SLOTS else 1 for size in sizes]
+        refusal: DeviceOutOfMemory | None = None  # the last that ended the growth of a class
         failure: Exception | None = None
         try:
             while any(left) and not self._is_closing.is_set():
@@ -219,9 +223,9 @@ class HostTier:
                     try:
                         piece = self._backend.alloc_host_slots(planned.store, wanted)
                     except DeviceOutOfMemory as error:
-                        refusal = error
-                        sizes[number] = wanted // 2
-                        if sizes[number] < fewest[number]:
+                        sizes[number] = max(wanted // 2, fewest[number])
+                        if wanted <= fewest[number]:
+                            refusal = error
                             left[number] = 0
                     else:
                         self._add(number, planned.slot_count - left[number], piece)
@@ -231,14 +235,34 @@ class HostTier:
             with self._lock:
                 self._error = failure
         state = self.state
-        fields = {"slots": state.slot_count, "planned": state.planned_slots, "pinned_bytes": state.pinned_bytes}
+        fields: dict[str, object] = {
+            "slots": state.slot_count,
+            "planned": state.planned_slots,
+            "pinned_bytes": state.pinned_bytes,
+        }
+        if 0 < state.slot_count < state.planned_slots:
+            fields["classes"] = self._class_counts()
+        if refusal is not None:
+            fields["reason"] = str(refusal)
         if failure is not None:
             get_log().error("host_tier_failed", **fields, error=f"{type(failure).__name__}: {failure}")
-        elif refusal is not None and state.slot_count < state.planned_slots:
-            event = "host_tier_smaller" if state.slot_count else "host_tier_off"
-            get_log().warning(event, **fields, reason=str(refusal))
-        elif not self._is_closing.is_set():
+        elif any(left):  # closed meanwhile
+            tell = get_log().info if refusal is None else get_log().warning
+            tell("host_tier_unfinished", **fields)
+        elif refusal is not None:
+            get_log().warning("host_tier_smaller" if state.slot_count else "host_tier_off", **fields)
+        else:
             get_log().info("host_tier_ready", **fields, seconds=round(time.monotonic() - began, 3))
+
+    def _class_counts(self) -> str:
+        """How many of its planned slots each class has: "8 of 24 for layers 0-2; 0 of 8 for layer 3"."""
+        counts = []
+        for first, planned in zip(self._firsts, self._classes, strict=True):
+            if planned.slot_count:
+                states = self._tables.state[first : first + planned.slot_count]
+                ready = np.count_nonzero(states != residency.ABSENT)
+                counts.append(f"{ready} of {planned.slot_count} for {name_layers(planned.layers)}")
+        return "; ".join(counts)
 
     def _add(self, number: int, grown: int, piece: HostSlots) -> None:
         """`piece` comes after the `grown` host slots that class `number` has already."""

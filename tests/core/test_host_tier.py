@@ -42,6 +42,7 @@ from expertstream import (
 from expertstream import streamer as streamer_module
 from expertstream.backends import GROUP
 from expertstream.filler import Filler, open_raw_file
+from expertstream.host_tier import HostTier
 from suite_runs import BROKEN
 
 NO_DEMAND = Demand(resident_bytes=0, kv_cache_bytes=0, workspace_bytes=0, context_tokens=0)
@@ -288,9 +289,71 @@ def test_a_tier_that_gets_nothing_is_off_and_says_why(written: checkpoint_files.
     with capture_logs() as events, open_tiered(written, "inclusive", observers=[pieces]) as streamer:
         use(streamer, written, 0, 1)
         assert streamer.counters.host_hits == 0
-    assert pieces.asked == [24, 8, 12, 4, 6, 2, 3]
+    assert pieces.asked == [24, 8, 12, 4, 6, 2, 3, 2]
     (said,) = [event for event in events if event["event"] == "host_tier_off"]
     assert "too many for this test" in said["reason"]
+
+
+def test_a_class_that_gets_nothing_is_told_apart_from_one_that_gets_all(written: checkpoint_files.Written) -> None:
+    class RefusesEight:
+        """As a system that has room for small slots alone; the larger class has eight host slots at most."""
+
+        @hookimpl(wrapper=True)
+        def alloc_host_slots(self, store: SlotStore, slot_count: int) -> Generator[None, HostSlots, HostSlots]:
+            piece = yield
+            if slot_count <= 8:
+                raise DeviceOutOfMemory("no room for large slots")
+            return piece
+
+    with capture_logs() as events, open_tiered(written, "inclusive", observers=[RefusesEight()]) as streamer:
+        use_all(streamer, written)
+    (said,) = [event for event in events if event["event"] == "host_tier_smaller"]
+    assert (said["slots"], said["planned"], said["reason"]) == (24, 32, "no room for large slots")
+    assert said["classes"] == "24 of 24 for layers 0-2; 0 of 8 for layer 3"
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_close_while_the_tier_grows_says_how_far_it_got(
+    written: checkpoint_files.Written, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    monkeypatch.setattr(host_tier, "PIECE_BYTES", 1)
+    growing, closing = threading.Event(), threading.Event()
+
+    class Waits:
+        """The third piece is there only when the tier is closed; the second is refused where that is tried."""
+
+        asked = 0
+
+        @hookimpl(wrapper=True)
+        def alloc_host_slots(self, store: SlotStore, slot_count: int) -> Generator[None, HostSlots, HostSlots]:
+            piece = yield
+            self.asked += 1
+            if self.asked == 2 and refused:
+                raise DeviceOutOfMemory("no room for large slots")
+            if self.asked == 3:
+                growing.set()
+                closing.wait()
+            return piece
+
+    real = HostTier.close
+
+    def close(tier: HostTier, limit_s: float) -> bool:
+        tier._is_closing.set()
+        closing.set()
+        return real(tier, limit_s)
+
+    monkeypatch.setattr(HostTier, "close", close)
+    with capture_logs() as events, open_tiered(written, "inclusive", observers=[Waits()], grown=False) as streamer:
+        growing.wait()
+        tier = streamer._tier
+        assert tier is not None
+    (said,) = [event for event in events if event["event"].startswith("host_tier_")]
+    assert (said["event"], said["slots"], said["planned"]) == ("host_tier_unfinished", 2 if refused else 3, 32)
+    assert said["pinned_bytes"] == tier.state.pinned_bytes > 0
+    assert said["classes"] == f"2 of 24 for layers 0-2; {0 if refused else 1} of 8 for layer 3"
+    assert (said["log_level"], said.get("reason")) == (
+        ("warning", "no room for large slots") if refused else ("info", None)
+    )
 
 
 def test_a_tier_that_was_turned_off_says_so(written: checkpoint_files.Written) -> None:
