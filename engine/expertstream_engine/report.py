@@ -35,7 +35,7 @@ class GenerationReport:
     process: `planned_bytes` for the model and `interpreter_bytes` for Python and its libraries, measured before
     anything was loaded, are most of it.
     `device_bytes`, of `planned_device_bytes`, and `pinned_bytes` are those of DeviceMemory, a host tier of `host_slots`
-    included, which may still grow to `planned_host_slots`.
+    included, which grows towards `planned_host_slots` where `host_tier_growing`, and otherwise is as large as it gets.
     `seed` repeats the draws, None where nothing was drawn.
     `on_device` says that slots are a device's, which computes or has memory of its own.
     """
@@ -54,6 +54,7 @@ class GenerationReport:
     resident_bytes: int
     host_slots: int
     planned_host_slots: int
+    host_tier_growing: bool
     host_tiering: str | None
     on_device: bool
     device_bytes: int

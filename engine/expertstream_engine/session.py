@@ -47,8 +47,8 @@ _LOOK_EVERY_S = 0.05
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done and how far it is: "kernel NAME", which begins to be compiled or to be taken from the
-cache (0 of 0), then "slots", "weights" and "hot experts", bytes of all bytes; and between them "host tier", which grows
-beside all of it and may go on after."""
+cache (0 of 0), then "slots", "weights" and "hot experts", bytes of all bytes. Once there are slots, each is preceded by
+"host tier", where there is one: pinned bytes of those planned, which grow beside all of it and may go on after."""
 
 
 def open_model(path: str | os.PathLike[str] | None = None, *, config: Path | None = None, **options: Any) -> Model:
@@ -102,29 +102,32 @@ class Model:
                     read_timeout_s=settings.read_timeout_s,
                 )
             )
+
+            def beside_tier(what: str, done: int, total: int) -> None:
+                self._tell_tier(progress)
+                progress(what, done, total)
+
             slot_addresses = self._slot_addresses()
             # In one pool weights are still there while they are placed, and would all be in memory twice.
             reserved_bytes = 0 if planned.plan.one_pool else planned.plan.demand.total_bytes
             ops = ops_for(self.streamer.device_view(0), settings.threads, reserved_bytes)
             shapes = kernel_shapes(checkpoint, shape)
-            ops.prepare(weight_types(checkpoint), lambda name: progress(f"kernel {name}", 0, 0), shapes)
-            self._tell_tier(progress)
+            ops.prepare(weight_types(checkpoint), lambda name: beside_tier(f"kernel {name}", 0, 0), shapes)
             # What the streamer has found out, and said, about direct reads is not to be tried and said again.
             io_mode = "buffered" if self.streamer.io_mode == "buffered" else settings.io_mode
             resident = load_resident(
                 checkpoint,
                 io_mode,
-                lambda done, total: progress("weights", done, total),
+                lambda done, total: beside_tier("weights", done, total),
                 thread_count=settings.filler_threads,
                 read_timeout_s=settings.read_timeout_s,
             )
-            progress("kernel threads", 0, 0)
+            beside_tier("kernel threads", 0, 0)
             opened.enter_context(ops)
-            self._tell_tier(progress)
             weights = assemble_weights(checkpoint, shape, resident, self.streamer.part_positions, ops.place)
             if planned.hotlist is not None:
                 self.seeded_experts = self.streamer.seed(
-                    planned.hotlist.scores, lambda done, total: progress("hot experts", done, total)
+                    planned.hotlist.scores, lambda done, total: beside_tier("hot experts", done, total)
                 )
             self._ops = ops
             context = planned.plan.demand.context_tokens
@@ -348,6 +351,7 @@ class Generation:
             resident_bytes=plan.demand.resident_bytes,
             host_slots=tier.slot_count if tier is not None else 0,
             planned_host_slots=tier.planned_slots if tier is not None else 0,
+            host_tier_growing=tier is not None and tier.is_growing,
             host_tiering=plan.host_tiering if tier is not None else None,
             on_device=plan.demand.on_device or not plan.one_pool,
             device_bytes=memory.device_bytes,

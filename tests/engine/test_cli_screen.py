@@ -129,6 +129,31 @@ def test_what_ends_within_a_moment_is_not_told_of(
     assert capsys.readouterr() == ("", "")
 
 
+def test_how_far_the_host_tier_is_stands_beside_all_that_loads_until_it_is_whole() -> None:
+    screen = Screen(shows_text=True)
+    lines = []
+    for progress in (
+        ("slots", 0, 3 << 30),
+        ("host tier", 0, 24 << 30),
+        ("kernel Q4_K", 0, 0),
+        ("host tier", 3 << 30, 24 << 30),
+        ("weights", 3 << 30, 5 << 30),
+        ("hot experts", 1 << 30, 4 << 30),
+        ("host tier", 24 << 30, 24 << 30),
+    ):
+        screen.progress(*progress)
+        lines.append(screen._status())
+    assert lines == [
+        "allocating 3.00 GiB of slots ...",
+        "allocating 3.00 GiB of slots ..., host tier 0 bytes of 24.00 GiB pinned",
+        "preparing kernel Q4_K ..., host tier 0 bytes of 24.00 GiB pinned",
+        "preparing kernel Q4_K ..., host tier 3.00 GiB of 24.00 GiB pinned",
+        "loading weights: 60 % of 5.00 GiB, host tier 3.00 GiB of 24.00 GiB pinned",
+        "loading hot experts: 25 % of 4.00 GiB, host tier 3.00 GiB of 24.00 GiB pinned",
+        "loading hot experts: 25 % of 4.00 GiB",
+    ]
+
+
 @pytest.mark.parametrize(
     ("progress", "line"),
     [

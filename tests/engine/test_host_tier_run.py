@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
-from expertstream import ConfigError, HostTiering, MachineError, hookimpl
+from expertstream import ConfigError, HostTiering, MachineError, hookimpl, host_tier, load_settings
 from expertstream.backends import GROUP
-from expertstream_engine import DeviceMemory, open_model
+from expertstream_engine import BUNDLED_MODEL, DeviceMemory, Model, RunSettings, open_model
 from expertstream_engine.cli.commands import app
+from expertstream_engine.cli.consoles import size_text
+from expertstream_engine.cli.screen import Screen
+from expertstream_engine.cli.summary import print_report, prompt_line, status_line
+from expertstream_engine.demand import plan_run
 from suite_runs import BROKEN
 
 PROMPT = list(range(100, 140))
@@ -82,6 +88,81 @@ def test_the_commands_tell_of_the_tier() -> None:
     told = json.loads(CliRunner().invoke(app, [*run, "--json"]).stdout)
     assert told["device_hits"] == told["hits"]
     assert {"host_hits", "h2d_bytes", "d2h_bytes", "device_bytes", "pinned_bytes", "disk_wait_s"} <= set(told)
+
+
+class Gate:
+    """Lets host slots be made until there are `slots` of them, one by one; the next one waits for it to open."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, slots: int) -> None:
+        from expertstream_broken.sound_tiered import Rows
+
+        self.reached, self.is_open, self._left = threading.Event(), threading.Event(), slots
+        self._real = Rows.allocated
+        monkeypatch.setattr(host_tier, "PIECE_BYTES", 1)
+        monkeypatch.setattr(Rows, "allocated", lambda rows, slot_count: self._allocated(rows, slot_count))
+
+    def _allocated(self, rows: object, slot_count: int) -> object:
+        if not self._left:
+            self.reached.set()
+            self.is_open.wait()
+            return self._real(rows, slot_count)
+        self._left -= 1
+        return self._real(rows, slot_count)
+
+
+@pytest.mark.parametrize("pinned", [0, 3])
+def test_how_far_the_tier_has_grown_is_shown_from_loading_to_the_report(
+    pinned: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hot = tmp_path / "hot.json"
+    with open_model(backend="cpu") as model:
+        list(model.generate(PROMPT, 1))
+        model.save_hotlist(hot)
+    gate = Gate(monkeypatch, pinned)
+    options = {"backend": "tiered", "expert_memory": "25%", "host_memory": "all", "hotlist": hot}
+    settings = load_settings(RunSettings, file=None, environ={}, overrides=options)
+    planned = plan_run(BUNDLED_MODEL, settings)
+    screen = Screen(shows_text=True)
+    lines: list[str] = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "kernel threads":
+            assert gate.reached.wait(60)
+        screen.progress(what, done, total)
+        lines.append(screen._status())
+
+    try:
+        with Model(planned, settings, progress) as model:
+            tier = model.streamer.host_tier
+            assert tier is not None
+            assert (tier.slot_count, tier.is_growing) == (pinned, True)
+            pinning = f"host tier {size_text(tier.pinned_bytes)} of {size_text(planned.plan.host_memory_bytes)} pinned"
+            for loading in ("preparing kernel", "loading weights: ", "loading hot experts: "):
+                assert [line for line in lines if line.startswith(loading) and ", host tier " in line], loading
+            assert all(line.endswith(f", {pinning}") for line in lines if line.startswith("loading hot experts: "))
+
+            generation = model.generate(PROMPT, 2, ignore_eos=True)
+            list(generation)
+            report = generation.report
+            assert report.host_tier_growing
+            assert report.to_json()["host_tier_growing"] is True
+            slots = f"{pinned} of {tier.planned_slots}"
+            assert prompt_line(report, generation.prefill_steps).endswith(f", {slots} host slots pinned")
+            assert f", {slots} host slots pinned, " in status_line(report, 2)
+            print_report(report)
+            shown = capsys.readouterr().err
+            assert f"exclusive host tier, {slots} planned host slots pinned so far, pinned memory " in shown
+            assert "the log says why" not in shown
+
+            gate.is_open.set()
+            model.wait_for_host_tier(progress)
+            report = generation.report
+            assert not report.host_tier_growing
+            assert "host slots pinned" not in prompt_line(report, generation.prefill_steps) + status_line(report, 2)
+            print_report(report)
+            assert f"exclusive host tier of {tier.planned_slots} slots, pinned" in capsys.readouterr().err
+    finally:
+        gate.is_open.set()
 
 
 @pytest.mark.parametrize(

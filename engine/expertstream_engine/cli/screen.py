@@ -41,6 +41,7 @@ class Screen:
         self._dim_characters = 0  # of what was drawn last, those that are the prompt's
         self._ends_line = True
         self._status: Callable[[], str] = lambda: ""
+        self._loading = self._pinning = ""
         shares = shows_text and self._stdout_is_terminal
         self._console = console(stderr=not shares)
         lively = sys.stderr.isatty() and self._console.is_interactive  # which a dumb terminal is not
@@ -93,14 +94,15 @@ class Screen:
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Show how far loading is; arguments as of `expertstream_engine.session.Progress`."""
-        if what == "host tier":
-            line = f"pinning host memory beside loading: {size_text(done)} of {size_text(total)}"
+        if what == "host tier":  # which goes on beside all else, and is shown with it until it is whole
+            self._pinning = f"host tier {size_text(done)} of {size_text(total)} pinned" if done < total else ""
         elif what in ("weights", "hot experts"):
-            line = f"loading {what}: {100 * done // max(total, 1)} % of {size_text(total)}"
+            self._loading = f"loading {what}: {100 * done // max(total, 1)} % of {size_text(total)}"
         elif what == "slots":
-            line = f"allocating {size_text(total)} of slots ..."
+            self._loading = f"allocating {size_text(total)} of slots ..."
         else:
-            line = f"preparing {what} ..."  # compiled or from a cache, which is not known beforehand
+            self._loading = f"preparing {what} ..."  # compiled or from a cache, which is not known beforehand
+        line = ", ".join(filter(None, (self._loading, self._pinning)))
         self._status = lambda: line
 
     def __enter__(self) -> Self:

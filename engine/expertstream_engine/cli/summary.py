@@ -12,13 +12,15 @@ if TYPE_CHECKING:
 
 
 def prompt_line(report: GenerationReport, steps: int) -> str:
-    """How far the prompt is read: layers done of `steps`, bytes of experts so far and their speed."""
+    """How far the prompt is read: layers done of `steps`, bytes of experts so far, their speed, the host tier."""
     read_bytes, seconds = report.prefill.expert_bytes_read, report.prefill_seconds
     speed = f" at {size_text(int(read_bytes / seconds))}/s" if seconds else ""
-    return (
-        f"reading the prompt of {counted(len(report.prompt_tokens), 'token')}: layer {report.prefill.steps} of {steps},"
-        f" {size_text(read_bytes)} of experts read{speed}"
-    )
+    parts = [
+        f"reading the prompt of {counted(len(report.prompt_tokens), 'token')}: layer {report.prefill.steps} of {steps}",
+        f"{size_text(read_bytes)} of experts read{speed}",
+        *_pinning(report),
+    ]
+    return ", ".join(parts)
 
 
 def status_line(report: GenerationReport, max_tokens: int) -> str:
@@ -30,10 +32,15 @@ def status_line(report: GenerationReport, max_tokens: int) -> str:
         if report.host_slots:
             decode = report.decode
             parts.append(f"host tier {_percent(decode.host_hits / decode.misses if decode.misses else None)} of misses")
-        if report.host_slots < report.planned_host_slots:
-            parts.append(f"{report.host_slots} of {report.planned_host_slots} host slots pinned")
+        parts += _pinning(report)
         parts.append(f"{size_text(report.decode.expert_bytes_read // report.decode_passes)} per token")
     return ", ".join(parts)
+
+
+def _pinning(report: GenerationReport) -> Iterator[str]:
+    """How much of a host tier there is, while that is not all of it."""
+    if report.host_slots < report.planned_host_slots:
+        yield f"{report.host_slots} of {counted(report.planned_host_slots, 'host slot')} pinned"
 
 
 def print_report(report: GenerationReport) -> None:
@@ -92,15 +99,18 @@ def _of_device(report: GenerationReport) -> Iterator[str]:
             f"device memory {size_text(report.device_bytes)}, {size_text(report.planned_device_bytes)} were planned;"
             f" {size_text(total.h2d_bytes)} of slots were copied to it and {size_text(total.d2h_bytes)} from it"
         )
-    if report.host_slots:
+    planned = report.planned_host_slots
+    if report.host_slots or report.host_tier_growing:
+        if report.host_tier_growing:
+            slots = f", {report.host_slots} of {counted(planned, 'planned host slot')} pinned so far"
+        else:
+            of_planned = "" if report.host_slots == planned else f" of {planned} planned"
+            slots = f" of {counted(report.host_slots, 'slot')}{of_planned}"
         yield (
-            f"{report.host_tiering} host tier of {counted(report.host_slots, 'slot')}"
-            f"{'' if report.host_slots == report.planned_host_slots else f' of {report.planned_host_slots} planned'},"
-            " pinned memory"
-            f" {size_text(report.pinned_bytes)}: {total.host_hits} of {total.misses} misses were found there"
+            f"{report.host_tiering} host tier{slots}, pinned memory {size_text(report.pinned_bytes)}: {total.host_hits}"
+            f" of {total.misses} misses were found there"
         )
     elif report.device_bytes:
-        planned = report.planned_host_slots
         why = f", although {counted(planned, 'slot')} were planned: the log says why" if planned else ""
         yield f"no host tier{why}; pinned memory {size_text(report.pinned_bytes)}"
     elif report.on_device and report.pinned_bytes:
