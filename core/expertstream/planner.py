@@ -677,7 +677,11 @@ def _host_addends(demand: Demand, plans: Sequence[ClassPlan], one_pool: bool) ->
         *([("resident weights while they load", demand.resident_bytes)] if demand.on_device else _addends(demand, ())),
         *([("staging buffers", staging_bytes)] if staging_bytes else []),
         *(
-            (f"{plan.host_slot_count} host slots for {_layers(plan.size_class)}", plan.host_memory_bytes)
+            (
+                f"{plan.host_slot_count} host slot{'' if plan.host_slot_count == 1 else 's'} for"
+                f" {_layers(plan.size_class)}",
+                plan.host_memory_bytes,
+            )
             for plan in plans
             if plan.host_slot_count
         ),
