@@ -363,6 +363,13 @@ template <class W> struct Activations {
     }
 };
 
+// total + the products of four bytes with four. The intrinsic __dp4a is this instruction, but NVRTC 12.0 to 12.2 leave
+// it unresolved.
+__device__ __forceinline__ int dot_of_four(u32 a, u32 b, int total) {
+    asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(total) : "r"(a), "r"(b));
+    return total;
+}
+
 // total + the product of one part with a token's activations.
 template <class W>
 __device__ __forceinline__ float add_part(const W &weights, const Activations<W> &activations, float total) {
@@ -373,7 +380,7 @@ __device__ __forceinline__ float add_part(const W &weights, const Activations<W>
         if constexpr (W::OFFSET != 0) group_dot = -W::OFFSET * activations.sum[group];
 #pragma unroll
         for (int k = 0; k < W::WORDS; ++k)
-            group_dot = __dp4a((int)weights.word[group][k], (int)activations.word[group][k], group_dot);
+            group_dot = dot_of_four(weights.word[group][k], activations.word[group][k], group_dot);
         if constexpr (W::SCALED) dot += weights.scale[group] * group_dot;
         else dot += group_dot;
         if constexpr (W::HAS_MINIMUMS) below += weights.minimum[group] * activations.sum[group];
