@@ -44,6 +44,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[MagicMock]:
     fake.cuda.runtime.CUDARuntimeError, fake.cuda.driver.CUDADriverError = RuntimeFailed, DriverFailed
     fake.cuda.memory.OutOfMemoryError = PoolIsFull
     fake.cuda.runtime.memGetInfo.return_value = 4096, 8192
+    fake.cuda.nvrtc.getVersion.return_value = 13, 0
     for name, module in {"cupy": fake, "cupy.cuda": fake.cuda, "cupy.cuda.runtime": fake.cuda.runtime}.items():
         monkeypatch.setitem(sys.modules, name, module)
     real = {name: sys.modules.pop(name, None) for name in OF_CUPY}

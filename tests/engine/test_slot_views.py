@@ -9,6 +9,7 @@ import sys
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -41,12 +42,15 @@ class View:
 
 
 def describe_as(device_type: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU backend say that its slots are memory of that device type."""
+    """Let the CPU backend say that its slots are memory of that device type, and CuPy find a compiler."""
 
     def describe_device() -> DeviceDescription:
         return DeviceDescription("described by a test", dlpack_type=device_type)
 
     monkeypatch.setattr(expertstream_cpu, "describe_device", hookimpl(describe_device))
+    cupy = MagicMock()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
 
 
 def show_as(device_type: int, monkeypatch: pytest.MonkeyPatch, from_slot: int = 0) -> None:
@@ -100,6 +104,14 @@ def test_memory_that_no_kernels_read_is_refused_before_anything_is_allocated(
         plan_run(BUNDLED_MODEL, RunSettings())
 
 
+def test_memory_of_a_device_is_refused_where_nothing_compiles_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe_as(CUDA, monkeypatch)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    monkeypatch.setattr(expertstream_cpu, "HostStore", never_called("slots were allocated"))
+    with pytest.raises(BackendUnavailable, match=r"'cpu' has its slots on a CUDA device, .*NVRTC.*Error: .*\[ctk\]"):
+        plan_run(BUNDLED_MODEL, RunSettings())
+
+
 @pytest.mark.parametrize(
     ("described", "shown", "from_slot"), [(HOST, CUDA, 0), (HOST, METAL, 3), (CUDA, HOST, 0), (CUDA, CUDA_MANAGED, 0)]
 )
@@ -127,10 +139,10 @@ def test_threads_that_were_set_are_said_to_be_unused_where_a_device_computes(
 ) -> None:
     array = types.SimpleNamespace(device=types.SimpleNamespace(id=3), data=types.SimpleNamespace(ptr=4096))
     stand_in = types.ModuleType("expertstream_engine.ops.cupy_ops")
-    vars(stand_in).update(CupyOps=lambda device: ("on device", device), array_of=lambda view: array)
+    vars(stand_in).update(CupyOps=lambda device, reserved: (device, reserved), array_of=lambda view: array)
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     view = View(np.zeros(1, np.uint8), device_type)
-    assert ops_for(view, None) == ("on device", 3)
+    assert ops_for(view, None, 4096) == (3, 4096)
     assert address_of(view) == 4096
     describe_as(device_type, monkeypatch)
     with capture_logs() as events:

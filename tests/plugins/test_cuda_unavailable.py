@@ -10,6 +10,7 @@ import types
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -105,9 +106,12 @@ def _no_memory_of_what_was_found() -> Iterator[None]:
     structlog.reset_defaults()  # commands configure it
 
 
-def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, nvrtc_error: Exception | None = None) -> None:
+    """A CuPy over that runtime, with an NVRTC that tells its version or raises."""
     cuda = types.ModuleType("cupy.cuda")
-    cuda.runtime = runtime  # type: ignore[attr-defined]  # a module made here
+    nvrtc = MagicMock()
+    nvrtc.getVersion.configure_mock(return_value=(13, 0), side_effect=nvrtc_error)
+    vars(cuda).update(runtime=runtime, nvrtc=nvrtc)
     monkeypatch.setitem(sys.modules, "cupy", types.ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
 
@@ -153,6 +157,23 @@ def test_a_cupy_that_cannot_be_imported_is_said(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
     with pytest.raises(BackendUnavailable, match=rf"CuPy cannot be imported \({type(error).__name__}.*cuda13"):
         open_backend("cuda_discrete")
+
+
+@pytest.mark.parametrize("command", [["plan"], ["run", "-p", "a"]])
+@pytest.mark.parametrize("name", ["cuda_discrete", "cuda_unified"])
+def test_a_cupy_without_a_compiler_is_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch, name: str, command: list[str]
+) -> None:
+    runtime = FakeRuntime(1)
+    runtime.free = 60 * GIB
+    install(monkeypatch, runtime, RuntimeError('Failure finding "libnvrtc.so.13": No such file\n'))
+    refused = CliRunner().invoke(app, [*command, "--backend", name])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    said = " ".join(refused.stderr.split())
+    assert '(RuntimeError: Failure finding "libnvrtc.so.13": No such file)' in said
+    assert f"backend '{name}'" in said
+    assert "pip install 'cupy-cuda13x[ctk]', or 'cupy-cuda12x[ctk]'" in said
+    assert "install a CUDA toolkit" in said
 
 
 def test_free_memory_that_cannot_be_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

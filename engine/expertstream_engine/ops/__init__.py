@@ -18,7 +18,7 @@ _HOST, _CUDA, _CUDA_MANAGED = 1, 2, 13  # DLDeviceType: dlpack.h
 def computes_on_device(backend: Backend, dlpack_type: int) -> bool:
     """Whether a device's kernels read the backend's slots, in memory of that type as it says; False where the CPU does.
 
-    Raises BackendUnavailable where no kernels read such memory.
+    Raises BackendUnavailable where no kernels read such memory, or nothing is here to compile them.
     """
     if dlpack_type not in (_HOST, _CUDA, _CUDA_MANAGED):
         raise BackendUnavailable(
@@ -26,7 +26,10 @@ def computes_on_device(backend: Backend, dlpack_type: int) -> bool:
             f" kernels for {_HOST} (host), {_CUDA} and {_CUDA_MANAGED} (CUDA) only: select another backend, or views of"
             f" host memory where this one has such an option"
         )
-    return dlpack_type != _HOST
+    if dlpack_type == _HOST:
+        return False
+    _check_compiler(backend)
+    return True
 
 
 def check_view(backend: Backend, dlpack_type: int, slot: int, view: Any) -> None:
@@ -63,6 +66,21 @@ def address_of(view: Any) -> int:
 
         return int(array_of(view).data.ptr)
     return int(np.from_dlpack(view).ctypes.data)
+
+
+def _check_compiler(backend: Backend) -> None:
+    """CuPy comes without NVRTC unless its extra `ctk` is asked for, and looks for it at the first kernel alone."""
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:  # a broken installation may raise anything, as RuntimeError where NVRTC is not found
+        raise BackendUnavailable(
+            f"backend {backend.name!r} has its slots on a CUDA device, whose kernels the engine compiles with CuPy and"
+            f" NVRTC, and these cannot be loaded ({type(error).__name__}: {str(error).strip()}): pip install"
+            f" 'cupy-cuda13x[ctk]', or 'cupy-cuda12x[ctk]' for drivers older than 580; or, beside the CuPy that is"
+            f" there, install a CUDA toolkit of its version"
+        ) from error
 
 
 def _is_on_device(view: Any) -> bool:
