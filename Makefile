@@ -24,7 +24,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Where there is a GPU, tests that skip all the same are a failure.
+# Where there is a GPU that no test can use, that is a failure.
 gpu-test: $(READY)
 	@if ! command -v nvidia-smi >/dev/null; then \
 	  echo "no GPU test ran: there is no nvidia-smi on this machine"; exit 0; \

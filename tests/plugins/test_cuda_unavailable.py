@@ -134,6 +134,10 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, name: str, run
     problems = {status.offer.name: status.problem for status in probe_backends()}
     assert problems["cpu"] is None
     assert problems[name] is not None
+    for command in (["plan"], ["run", "--token-ids", "1"]):
+        refused = CliRunner().invoke(app, [*command, "--backend", name])
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert re.search(f"^error: .*{why}", refused.stderr, re.MULTILINE)
 
 
 def test_hidden_devices_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +273,9 @@ def test_slots_are_described_as_the_memory_that_cupy_takes_them_for(
 def test_a_warning_says_what_reading_across_the_bus_costs_in_figures_that_were_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    install(monkeypatch, FakeRuntime(1))
+    runtime = FakeRuntime(1)
+    runtime.free = runtime.total
+    install(monkeypatch, runtime)
     mapped = ["--backend", "cuda_unified", "--backend-option", "cuda_unified.mapped=true"]
     shown = CliRunner().invoke(app, ["plan", *mapped])
     assert shown.exit_code == 0, shown.output
@@ -302,6 +308,33 @@ def test_a_user_is_told_once_which_of_several_devices_is_used_and_how_to_choose(
     assert "cuda_device_chosen" not in again.stderr
 
 
+@pytest.mark.parametrize("name", ["cuda_discrete", "cuda_unified"])
+def test_a_device_is_chosen_by_its_uuid(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    runtime = FakeRuntime(3)
+    install(monkeypatch, runtime)
+    runtime.free = runtime.total
+    second = f"GPU-{uuid.UUID(bytes=bytes([1] * 16))}"
+    chosen = CliRunner().invoke(app, ["plan", "--backend", name, "--backend-option", f"{name}.device={second}"])
+    assert chosen.exit_code == 0, chosen.stderr
+    assert runtime.current == 1
+    refused = CliRunner().invoke(app, ["plan", "--backend", name, "--backend-option", f"{name}.device={second[:-1]}"])
+    assert refused.exit_code == 2
+    assert second in refused.stderr, "all that there are"
+
+
+def test_mapped_host_memory_leaves_the_rest_to_the_device_which_must_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime(1)
+    runtime.free = 1 << 20
+    install(monkeypatch, runtime)
+    mapped = ["--backend", "cuda_unified", "--backend-option", "cuda_unified.mapped=true"]
+    for command in (["plan"], ["run", "--token-ids", "1"]):
+        refused = CliRunner().invoke(app, [*command, *mapped])
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert re.search(r"Fake GPU holds what lies beside the slots, \d+ bytes, and has 1048576 free", refused.stderr)
+    runtime.free = runtime.total
+    assert CliRunner().invoke(app, ["plan", *mapped]).exit_code == 0
+
+
 def test_one_device_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeRuntime(1))
     shown = CliRunner().invoke(app, ["plan", "--backend", "cuda_unified", "--verbose"])
@@ -332,8 +365,9 @@ PUBLISHED_POOL_BYTES = round(119.631 * GIB)
 def published_case(monkeypatch: pytest.MonkeyPatch, name: str, slots: int | None) -> Plan:
     """The plan of a published checkpoint for the real plugin, with so many slots or, None, with all experts in slots.
 
-    369.96 GiB in files, 335.62 GiB of it experts; 26.01 GiB stay; 8,000 slots are 44.56 GiB, an expert whole pages of
-    them. Host and device have 119.631 GiB, which is one pool on the unified device.
+    369.96 GiB in files, 335.62 GiB of it experts; 26.01 GiB stay, and 8.33 GiB belong to neither and are not read;
+    8,000 slots are 44.56 GiB, an expert whole pages of them. Host and device have 119.631 GiB, which is one pool on the
+    unified device.
     """
     slot_bytes = round(44.56 * GIB / 8000) // 4096 * 4096
     expert_count = -(-round(335.62 * GIB) // slot_bytes)
@@ -392,3 +426,13 @@ def test_a_published_case_is_refused_by_name_on_a_discrete_device_of_that_size(
     refusal = r"backend 'cuda_discrete' grants \d+ of \d+ slots (.|\n)*resident weights: 26\.01 GiB(.|\n)*total: 361"
     with pytest.raises(DoesNotFit, match=refusal):
         published_case(monkeypatch, "cuda_discrete", None)
+
+
+def test_a_published_case_is_refused_by_attribute_on_a_device_that_host_memory_is_no_store_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = FakeRuntime(1, attributes=0)
+    runtime.free = runtime.total = PUBLISHED_POOL_BYTES
+    install(monkeypatch, runtime)
+    with pytest.raises(BackendUnavailable, match=r"cannot read host memory in place: .*PageableMemoryAccess"):
+        open_backend("cuda_unified")

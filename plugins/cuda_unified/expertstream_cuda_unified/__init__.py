@@ -85,8 +85,21 @@ def host_memory_is_device_addressable() -> bool:
 
 
 @hookimpl
-def budget_for_expert_size(expert_bytes: int, resident_bytes: int, asked: int | None) -> SlotBudget:
-    """What is available to both, less headroom and the resident bytes."""
+def budget_for_expert_size(
+    expert_bytes: int, resident_bytes: int, asked: int | None, other_slots_bytes: int
+) -> SlotBudget:
+    """What is available to both, less headroom and the resident bytes.
+
+    Where host memory is mapped only the slots are in it: what lies beside them must find room on the device.
+    """
+    if _options.mapped:
+        beside_bytes, (free_bytes, _) = resident_bytes - other_slots_bytes, _device().memory()
+        if beside_bytes > free_bytes:
+            return SlotBudget(
+                0,
+                f"with mapped = true {_device().name} holds what lies beside the slots, {beside_bytes} bytes, and has"
+                f" {free_bytes} free",
+            )
     return one_pool_budget(available_memory(), expert_bytes, resident_bytes, asked)
 
 
