@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from versions import versions
 
 from expertstream import SlotLayout, SlotPart, open_backend
 
@@ -62,11 +63,14 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
     backend = open_backend("cuda_discrete")
     stream = cupy.cuda.Stream(non_blocking=True)
-    print(json.dumps({"device": backend.describe_device().name, "cupy": cupy.__version__, "repeats": options.repeats}))
+    print(
+        json.dumps(versions(options.commit, backend.describe_device().name) | {"repeats": options.repeats}), flush=True
+    )
     for size_mib in SIZES_MIB:
         size_bytes = size_mib << 20
         store = backend.alloc_slot_store(SlotLayout((SlotPart("all", 0, size_bytes),)), SLOTS)

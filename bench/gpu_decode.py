@@ -25,9 +25,7 @@ import argparse
 import json
 import mmap
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -43,6 +41,7 @@ import numpy as np
 from attrs import define, field, frozen
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
+from versions import versions
 
 from expertstream import ConfigError, ExpertstreamError, available_memory, load_settings
 from expertstream_engine import GenerationReport, Model, RunSettings, SamplingSettings
@@ -419,31 +418,6 @@ def _profile(work: Any) -> None:
     pstats.Stats(profile).sort_stats("tottime").print_stats(28)
 
 
-def _versions(commit: str | None, runs: Sequence[PlannedRun]) -> dict[str, Any]:
-    devices = {run.backend.name: run.backend.describe_device().name for run in runs}
-    cupy = sys.modules.get("cupy")
-    return {
-        "commit": commit or _commit(),
-        "command": sys.argv,
-        "devices": devices,
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "cupy": cupy.__version__ if cupy else None,
-        "cuda_of_driver": cupy.cuda.runtime.driverGetVersion() if cupy else None,
-    }
-
-
-def _commit() -> str | None:
-    """Of the checkout that this file lies in, and whether it was changed since; None where it is in none."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="where the model is, or will be written")
@@ -477,7 +451,7 @@ def main() -> None:
         write_model(path, options.layers, options.experts, options.hidden, options.width, options.embedding_scale)
         put({"written_gb": path.stat().st_size / 1e9, "seconds": time.perf_counter() - began})
     runs = [arm.planned(path) for arm in arms]
-    put(_versions(options.commit, runs))
+    put(versions(options.commit, {run.backend.name: run.backend.describe_device().name for run in runs}))
     put({"memory": memory_needed(runs)})
     put(storage(path, "before"))
     with ExitStack() as stack:

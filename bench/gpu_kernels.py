@@ -19,6 +19,7 @@ from typing import Any
 import cupy
 import numpy as np
 from attrs import asdict, evolve, frozen
+from versions import versions
 
 from expertstream_engine.cuda.kernels import Kernels
 from expertstream_engine.cuda.launching import Kernel
@@ -175,16 +176,11 @@ def main() -> None:
     parser.add_argument("types", nargs="*", default=("Q4_K", "Q6_K", "Q8_0"), metavar="TYPE", help="ggml weight types")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--megabytes", type=int, default=1024, help="weights that one turn reads")
+    parser.add_argument("--commit", help="of the code, where git cannot tell")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     options = parser.parse_args()
-    properties = cupy.cuda.runtime.getDeviceProperties(0)
-    machine = {
-        "device": properties["name"].decode(),
-        "driver": cupy.cuda.runtime.driverGetVersion(),
-        "cupy": cupy.__version__,
-        "repeats": options.repeats,
-    }
-    print(json.dumps(machine), flush=True)
+    device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    print(json.dumps(versions(options.commit, device) | {"repeats": options.repeats}), flush=True)
     stream, kernels = cupy.cuda.Stream(non_blocking=True), Kernels()
     plain = read_arm(stream, options.megabytes << 20)
     for type_name in options.types:
